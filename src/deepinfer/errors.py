@@ -1,0 +1,81 @@
+"""Every exception that DeepInfer raises on purpose.
+
+A message says what was given, what is accepted and what to do. When several things are wrong at once they travel together
+in `problems`, one short sentence each. Internal mistakes are assertions and are not listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "CacheError",
+    "CheckpointError",
+    "ConfigError",
+    "DeepInferError",
+    "NumericalError",
+    "RequestError",
+    "ShapeError",
+    "TokenizerError",
+    "UnsupportedError",
+]
+
+
+class DeepInferError(Exception):
+    """Base of all errors raised on purpose; catch it to catch them all.
+
+    message   one sentence that stands alone
+    problems  zero or more details, printed one a line below the message
+    """
+
+    message: str
+    problems: tuple[str, ...]
+
+    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
+        self.message = message
+        self.problems = tuple(problems)
+        super().__init__(message, self.problems)
+
+    def __str__(self) -> str:
+        """Return the message, then every problem on an indented line of its own."""
+        return "\n".join([self.message, *(f"  - {problem}" for problem in self.problems)])
+
+
+class ConfigError(DeepInferError):
+    """A `config.json`, an engine setting or a command-line value is missing, unknown or not supported."""
+
+
+class CheckpointError(DeepInferError):
+    """A checkpoint folder is absent, incomplete, damaged or does not match its config."""
+
+
+class TokenizerError(DeepInferError):
+    """A tokenizer file is absent, unreadable or disagrees with the config."""
+
+
+class RequestError(DeepInferError):
+    """One request cannot be served as given; its completion ends with reason `invalid_request`."""
+
+
+class NumericalError(DeepInferError):
+    """A computation produced NaN or infinity; the message names the layer."""
+
+
+class UnsupportedError(DeepInferError):
+    """Something that exists elsewhere is missing here: a device, an optional package, a feature."""
+
+    @classmethod
+    def missing_extra(cls, package: str, extra: str, needed_for: str) -> UnsupportedError:
+        """Build the error for an optional package that is not installed, naming the extra to install."""
+        return cls(
+            f"{needed_for} needs the package '{package}', which is not installed: "
+            f"pip install 'deepinfer[{extra}]'"
+        )
+
+
+class CacheError(DeepInferError):
+    """The caches cannot hold what was asked for; the message names the settings that change it."""
+
+
+class ShapeError(DeepInferError):
+    """A tensor given to an op has the wrong shape, dtype or layout."""
