@@ -1,0 +1,1 @@
+"""Where past positions live: block and slot bookkeeping, byte layouts and device buffers."""

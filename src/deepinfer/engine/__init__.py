@@ -1,0 +1,1 @@
+"""The engine: requests in, steps planned, run and applied, completions out."""

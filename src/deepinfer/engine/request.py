@@ -1,0 +1,271 @@
+"""What the user asks and what comes back: SamplingParams, Request, Chunk, Completion, FinishReason.
+
+Everything here is frozen and validated when built. Pure: no torch. The live record of a request is `engine/sequence.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from numbers import Integral, Real
+
+from deepinfer.errors import RequestError
+
+__all__ = [
+    "GREEDY_BELOW",
+    "MAX_TOP_LOGPROBS",
+    "Chunk",
+    "Completion",
+    "FinishReason",
+    "Request",
+    "SamplingParams",
+]
+
+GREEDY_BELOW = 1e-5
+MAX_TOP_LOGPROBS = 1000
+_MAX_COUNT = 2**31 - 1
+_LOGPROBS_MODES = ("processed", "raw")
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. The values are part of the public interface."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    PROMPT_LENGTH_EXCEEDED = "prompt_length_exceeded"
+    INVALID_REQUEST = "invalid_request"
+    INSUFFICIENT_SYSTEM_RESOURCE = "insufficient_system_resource"
+    NUMERICAL = "numerical"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it stops.
+
+    temperature       finite, >= 0; below 1e-5 the largest logit wins (lowest id on ties) and `top_p`, `top_k` are off
+    top_p             in (0, 1]; applied first, the token that crosses the threshold is kept
+    top_k             -1 (off) or >= 1; applied after `top_p`, ties go to the lower id
+    max_tokens        most tokens to generate; 0 means 1
+    min_tokens        end-of-sequence and stop ids are masked, and stop strings ignored, before this many tokens
+    seed              any integer (kept modulo 2^64): the draws are a function of it, the position and the token id.
+                      None gives every request a fresh random seed; one seed for many prompts is kept for each
+    stop              strings (one or several) that end the text and are left out of it
+    stop_token_ids    ids that end the request; kept in `token_ids`, left out of `text`
+    ignore_eos        go on after end-of-sequence
+    logprobs          True: the logprob of every generated token; an integer n also asks for `top_logprobs=n`
+    top_logprobs      0..1000: alternatives at every position, the largest first; implies `logprobs`
+    logprobs_mode     "processed": of the distribution drawn from (masks, bias, temperature, filters; greedy rows are
+                      taken at temperature 1); "raw": of the model's own logits. Values below -9999 become -9999
+    logit_bias        token id -> finite number added to its logit
+    forced_token_ids  output i is this list's i-th id, until the list ends (stop rules still apply)
+
+    Raises RequestError listing every bad field.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: str | Iterable[str] = ()
+    stop_token_ids: Iterable[int] = ()
+    ignore_eos: bool = False
+    logprobs: bool | int = False
+    top_logprobs: int = 0
+    logprobs_mode: str = "processed"
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    forced_token_ids: Iterable[int] = ()
+
+    def __post_init__(self) -> None:
+        """Check every field, then store each in one canonical form."""
+        problems: list[str] = []
+
+        def need(ok: bool, name: str, accepted: str) -> bool:
+            if not ok:
+                problems.append(f"{name} must be {accepted}, not {getattr(self, name)!r}")
+            return ok
+
+        def number(name: str, accepted: str, low: float, high: float) -> None:
+            value = getattr(self, name)
+            ok = _is_number(value) and math.isfinite(value) and low <= value <= high
+            if need(ok, name, accepted):
+                put(name, float(value))
+
+        def count(name: str, accepted: str, low: int, high: int) -> None:
+            value = getattr(self, name)
+            if need(_is_integer(value) and low <= value <= high, name, accepted):
+                put(name, int(value))
+
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        number("temperature", "a finite number >= 0", 0.0, math.inf)
+        number("top_p", "a number above 0 and at most 1", math.nextafter(0.0, 1.0), 1.0)
+        if need(_is_integer(self.top_k) and (self.top_k == -1 or self.top_k >= 1), "top_k", "-1 (off) or >= 1"):
+            put("top_k", min(int(self.top_k), _MAX_COUNT))
+        count("max_tokens", "an integer from 0 (taken as 1) to 2147483647", 0, _MAX_COUNT)
+        count("min_tokens", "an integer from 0 to max_tokens", 0, _MAX_COUNT)
+        if need(self.seed is None or _is_integer(self.seed), "seed", "an integer or None") and self.seed is not None:
+            put("seed", int(self.seed) & (2**64 - 1))
+        need(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
+        if isinstance(self.logprobs, bool):
+            pass
+        elif need(
+            _is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_TOP_LOGPROBS,
+            "logprobs",
+            f"True, False or an integer from 0 to {MAX_TOP_LOGPROBS}",
+        ):
+            if _is_integer(self.top_logprobs):
+                put("top_logprobs", max(int(self.top_logprobs), int(self.logprobs)))
+            put("logprobs", self.logprobs > 0)
+        count("top_logprobs", f"an integer from 0 to {MAX_TOP_LOGPROBS}", 0, MAX_TOP_LOGPROBS)
+        if _is_integer(self.top_logprobs) and self.top_logprobs > 0:
+            put("logprobs", True)
+        need(self.logprobs_mode in _LOGPROBS_MODES, "logprobs_mode", "'processed' or 'raw'")
+        self._check_lists(problems)
+        if not problems:
+            put("max_tokens", max(1, self.max_tokens))
+            if self.min_tokens > self.max_tokens:
+                problems.append(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+            if self.is_greedy:
+                put("top_p", 1.0)
+                put("top_k", -1)
+        if problems:
+            raise RequestError("SamplingParams cannot be used", problems)
+
+    def _check_lists(self, problems: list[str]) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if isinstance(stop, Iterable) and all(isinstance(text, str) and text for text in (stop := tuple(stop))):
+            object.__setattr__(self, "stop", tuple(dict.fromkeys(stop)))
+        else:
+            problems.append(f"stop must be one or several strings, none of them empty, not {self.stop!r}")
+        for name in ("stop_token_ids", "forced_token_ids"):
+            ids = getattr(self, name)
+            if isinstance(ids, Iterable) and all(_is_integer(i) and i >= 0 for i in (ids := tuple(ids))):
+                object.__setattr__(self, name, tuple(int(i) for i in ids))
+            else:
+                problems.append(f"{name} must be token ids (integers >= 0), not {getattr(self, name)!r}")
+        bias = self.logit_bias
+        if isinstance(bias, Mapping) and all(
+            _is_integer(i) and i >= 0 and _is_number(b) and math.isfinite(b) for i, b in bias.items()
+        ):
+            object.__setattr__(self, "logit_bias", {int(i): float(b) for i, b in bias.items()})
+        else:
+            problems.append(f"logit_bias must map token ids to finite numbers, not {bias!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the largest logit always wins."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` in its stored form."""
+        assert isinstance(self.stop, tuple)
+        return self.stop
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids` in its stored form."""
+        assert isinstance(self.stop_token_ids, tuple)
+        return self.stop_token_ids
+
+    @property
+    def forced_ids(self) -> tuple[int, ...]:
+        """`forced_token_ids` in its stored form."""
+        assert isinstance(self.forced_token_ids, tuple)
+        return self.forced_token_ids
+
+    def ids_out_of(self, vocab_size: int) -> list[str]:
+        """Return one sentence for every field that names a token id of `vocab_size` or above."""
+        fields: tuple[tuple[str, Iterable[int]], ...] = (
+            ("stop_token_ids", self.stop_ids),
+            ("forced_token_ids", self.forced_ids),
+            ("logit_bias", self.logit_bias),
+        )
+        problems = []
+        for name, ids in fields:
+            bad = [i for i in ids if i >= vocab_size]
+            if bad:
+                problems.append(f"{name} holds {bad[0]}, outside the vocabulary 0..{vocab_size - 1}")
+        return problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to continue, checked and ready to be planned.
+
+    request_id        unique within an engine
+    index             place of the prompt in the call that brought it
+    prompt_token_ids  at least one id, all inside the vocabulary
+    seed              the resolved seed, 0..2^64-1
+    streams           whether every step's new tokens are reported as Chunks
+    """
+
+    request_id: int
+    index: int = 0
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    streams: bool = False
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What became of one input. Every input has exactly one, also when it could not run.
+
+    token_ids       generated ids, with the end-of-sequence or stop id that ended them, and with the ids that hold a stop string
+    text            the text of `token_ids` without the ending id and without the stop string and what follows it;
+                    None when the model has no tokenizer
+    finish_reason   `stop`, `length`, `abort`, ... (FinishReason)
+    error           one explanation when the request failed, else None
+    logprobs        one number per token when asked
+    top_logprobs    per token, (id, logprob) pairs from the likeliest, ties to the lower id; when asked
+    ttft_s, finish_s  seconds from submission to the first token, and to the end
+    """
+
+    index: int
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    text: str | None = None
+    finish_reason: FinishReason
+    error: str | None = None
+    logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    ttft_s: float | None = None
+    finish_s: float = 0.0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one step added to a streamed request.
+
+    The texts of a request's chunks add up to `Completion.text`; characters that may still turn out to begin a stop
+    string, or that end inside a character, come with a later chunk. The last chunk carries the completion.
+    """
+
+    index: int
+    request_id: int
+    token_ids: tuple[int, ...]
+    text: str
+    completion: Completion | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the request ended, or None while it runs."""
+        return self.completion.finish_reason if self.completion is not None else None
