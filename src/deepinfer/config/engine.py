@@ -1,0 +1,484 @@
+"""What a run does: one printable tree of frozen settings, addressed by dotted keys (pure).
+
+Every group checks its values when it is built. "auto" is resolved later, in `config/load.py` and by the part that knows the
+device's memory. Settings of parts that do not exist yet are refused from one table, `_NOT_BUILT`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Final, Literal, get_args, get_origin, get_type_hints
+
+from deepinfer.config.fields import near_matches, show
+from deepinfer.errors import ConfigError
+
+__all__ = [
+    "CacheConfig",
+    "EngineConfig",
+    "LogConfig",
+    "NumericsConfig",
+    "ParallelConfig",
+    "ReplayConfig",
+    "SamplingConfig",
+    "SchedulingConfig",
+    "Setting",
+    "SpeculationConfig",
+    "Value",
+    "WeightsConfig",
+    "flatten",
+    "parse_set",
+    "settings",
+]
+
+Value = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
+
+# key -> (the one value that works in this version, what the others wait for). Building a feature deletes its row.
+_NOT_BUILT: Final[Mapping[str, tuple[Value, str]]] = {
+    "scheduling.overlap": (False, "overlapped scheduling"),
+    "cache.prefix": (False, "prefix reuse"),
+    "speculation.num_drafts": (0, "speculative decoding"),
+    "speculation.variable": (False, "variable verification"),
+    "speculation.acceptance": ("coupled", "rejection sampling of drafts"),
+    "replay.mode": ("off", "bounded replay"),
+    "parallel.data": (1, "data parallelism"),
+    "parallel.context": (1, "context parallelism"),
+    "parallel.expert": (1, "expert parallelism"),
+    "parallel.engram": (1, "sharded Engram tables"),
+}
+_WORDS: Final = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+_MAX_LISTED: Final = 1 << 20
+
+
+def _about(doc: str, low: float | None = None, high: float | None = None) -> dict[str, object]:
+    """Return a field's metadata: its meaning and the inclusive bounds of its number (of each item of a list)."""
+    return {"doc": doc, "low": low, "high": high}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: where it stands, what it accepts, what it means.
+
+    kinds     the Python types of a scalar, or of the items when `is_list`
+    words     the accepted texts
+    low, high inclusive bounds of a number or of each item, None = unbounded
+    """
+
+    key: str
+    kinds: tuple[type, ...]
+    words: tuple[str, ...]
+    is_list: bool
+    low: float | None
+    high: float | None
+    default: Value
+    doc: str
+
+    @property
+    def name(self) -> str:
+        """The field's name inside its group."""
+        return self.key.partition(".")[2]
+
+    @property
+    def accepts(self) -> str:
+        """Spell the accepted values."""
+        bounds = "" if self.low is None else f" >= {self.low:g}"
+        bounds += "" if self.high is None else f" and <= {self.high:g}"
+        spelled = {bool: "true or false", int: f"an integer{bounds}", float: f"a number{bounds}"}
+        parts = [spelled[kind] for kind in self.kinds]
+        if self.is_list:
+            parts = [f"a list; each item {part}" for part in parts]
+        return " or ".join([*parts, *(show(word) for word in self.words)])
+
+    def problem(self, value: object) -> str | None:
+        """Return what is wrong with a typed value, None when nothing is."""
+        if not self._fits(value):
+            return f"{self.key}: found {show(value)}, expected {self.accepts}"
+        if self.key in _NOT_BUILT:
+            works, feature = _NOT_BUILT[self.key]
+            if value != works:
+                return (
+                    f"{self.key}: found {show(value)}, but {feature} is not built yet; "
+                    f"only {show(works)} works"
+                )
+        return None
+
+    def convert(self, value: object) -> object:
+        """Turn text or a loosely typed value into the field's type; what does not convert comes back as it is."""
+        if isinstance(value, str):
+            return value if value in self.words else self._parse(value.strip())
+        if self.is_list:
+            if isinstance(value, (list, tuple)):
+                return tuple(self._widen(item) for item in value)
+            return (self._widen(value),)
+        return self._widen(value)
+
+    def _widen(self, value: object) -> object:
+        """Turn an integer into a float where only floats are meant."""
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        return float(value) if is_int and self.kinds == (float,) else value  # type: ignore[arg-type]
+
+    def _parse(self, text: str) -> object:
+        """Parse text by the field's type; text that does not parse comes back as it is."""
+        if text in self.words:
+            return text
+        try:
+            if self.is_list:
+                return tuple(self._items(text))
+            if bool in self.kinds:
+                return _WORDS[text.lower()]
+            if int in self.kinds:
+                return int(text)
+            if float in self.kinds:
+                return float(text)
+        except (ValueError, KeyError):
+            pass
+        return text
+
+    def _items(self, text: str) -> list[object]:
+        """Parse `1,2`, `[1, 2]` or, for integers, `0..3,7`."""
+        if text.startswith("[") and text.endswith("]"):
+            text = text[1:-1]
+        items: list[object] = []
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            first, dots, last = part.partition("..")
+            if dots and int in self.kinds:
+                span = range(int(first), int(last) + 1)
+                if not 0 < len(span) <= _MAX_LISTED:
+                    raise ValueError(part)
+                items.extend(span)
+            else:
+                items.append(float(part) if float in self.kinds else int(part))
+        return items
+
+    def _fits(self, value: object) -> bool:
+        """Tell whether a value has the field's type and lies within its bounds."""
+        if self.is_list:
+            return isinstance(value, tuple) and all(self._fits_one(item) for item in value)
+        if isinstance(value, str):
+            return value in self.words
+        return self._fits_one(value)
+
+    def _fits_one(self, value: object) -> bool:
+        if isinstance(value, bool):
+            return bool in self.kinds
+        if isinstance(value, int):
+            if not (int in self.kinds or float in self.kinds):
+                return False
+        elif not (isinstance(value, float) and float in self.kinds and math.isfinite(value)):
+            return False
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+@cache
+def _group_settings(group: type[_Group]) -> tuple[Setting, ...]:
+    """Describe the fields of a group from their annotations and metadata."""
+    hints = get_type_hints(group)
+    prefix = group.__name__.removesuffix("Config").lower()
+    found = []
+    for f in fields(group):
+        hint = hints[f.name]
+        is_list = get_origin(hint) is tuple
+        options = (get_args(hint)[0],) if is_list else _options(hint)
+        found.append(
+            Setting(
+                key=f"{prefix}.{f.name}",
+                kinds=tuple(option for option in options if isinstance(option, type)),
+                words=tuple(option for option in options if isinstance(option, str)),
+                is_list=is_list,
+                low=f.metadata["low"],
+                high=f.metadata["high"],
+                default=f.default,
+                doc=f.metadata["doc"],
+            )
+        )
+    return tuple(found)
+
+
+def _options(hint: object) -> tuple[object, ...]:
+    """Return the types and texts that an annotation allows."""
+    if isinstance(hint, type):
+        return (hint,)
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(option for part in get_args(hint) for option in _options(part))
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What all groups share: every field is checked when the group is built."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError with every bad value of the group."""
+        problems = [
+            problem
+            for setting in _group_settings(type(self))
+            if (problem := setting.problem(getattr(self, setting.name))) is not None
+        ]
+        if problems:
+            raise ConfigError("the engine settings are not valid", problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulingConfig(_Group):
+    """Who runs in a step, and how much of it."""
+
+    overlap: bool = field(
+        default=False, metadata=_about("plan the next step while the device runs this one")
+    )
+    max_num_seqs: int = field(default=64, metadata=_about("most sequences running at a time", 1))
+    max_num_batched_tokens: int | Literal["auto"] = field(
+        default="auto", metadata=_about("most prompt tokens computed in one step", 1)
+    )
+    max_model_len: int | Literal["auto"] = field(
+        default="auto", metadata=_about("most tokens of one sequence, prompt and output", 1)
+    )
+    chunk_size: int | Literal["auto"] = field(
+        default="auto", metadata=_about("most tokens of one prompt computed in one step", 1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig(_Group):
+    """How much is cached, and in what pieces."""
+
+    tokens_per_block: int = field(default=128, metadata=_about("tokens of one cache block", 1))
+    num_blocks: int | Literal["auto"] = field(
+        default="auto", metadata=_about("blocks in the pool; auto follows the memory settings", 1)
+    )
+    memory_bytes: int | Literal["auto"] = field(
+        default="auto", metadata=_about("bytes of the block pool; auto follows the fraction", 1)
+    )
+    memory_fraction: float = field(
+        default=0.9, metadata=_about("share of the device memory that may be used", 0.01, 1.0)
+    )
+    max_rollback: int | Literal["auto"] = field(
+        default="auto", metadata=_about("positions that a sequence can step back", 0)
+    )
+    prefix: bool = field(default=False, metadata=_about("reuse the blocks of equal prefixes"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationConfig(_Group):
+    """Drafting tokens and checking them."""
+
+    num_drafts: int = field(default=0, metadata=_about("tokens drafted a step; 0 = off", 0))
+    variable: bool = field(default=False, metadata=_about("verify as many drafts as pay off"))
+    acceptance: Literal["coupled", "rejection"] = field(
+        default="coupled", metadata=_about("the rule that accepts a draft")
+    )
+    confidence_temperatures: tuple[float, ...] = field(
+        default=(), metadata=_about("confidence calibration; empty = the checkpoint's", 1e-5)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayConfig(_Group):
+    """Running a bounded run of rows in the decoder half instead of all; approximate by design."""
+
+    mode: Literal["off", "mask", "compact"] = field(
+        default="off", metadata=_about("which rows the decoder half runs in prefill")
+    )
+    keep_tokens: int | Literal["auto"] = field(
+        default="auto", metadata=_about("last prompt tokens that the decoder half keeps", 1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumericsConfig(_Group):
+    """Which arithmetic runs; `docs/numerics.md` says what each choice changes."""
+
+    mode: Literal["official", "noq"] = field(
+        default="official", metadata=_about("official rounding, or fp32 without any rounding")
+    )
+    output_projection: Literal["auto", "bf16", "fp8"] = field(
+        default="auto", metadata=_about("operands of the grouped output projection")
+    )
+    index_scores: Literal["auto", "reference", "final"] = field(
+        default="auto", metadata=_about("round index scores at every step, or once at the end")
+    )
+    batch_invariant: bool = field(
+        default=True, metadata=_about("a row's bits do not depend on its batch")
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig(_Group):
+    """Ranks along each axis."""
+
+    data: int = field(default=1, metadata=_about("attention replicas", 1))
+    context: int = field(default=1, metadata=_about("ranks that share a prompt's prefill", 1))
+    expert: int = field(default=1, metadata=_about("ranks that share the experts", 1))
+    engram: int = field(default=1, metadata=_about("ranks that share the Engram tables", 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsConfig(_Group):
+    """How weights are held."""
+
+    dequantized_bytes: int = field(
+        default=134217728, metadata=_about("most bytes of fp32 copies that a CPU keeps for speed", 0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig(_Group):
+    """What holds for every request's draws."""
+
+    banned_token_ids: tuple[int, ...] = field(
+        default=(), metadata=_about("ids that are never generated", 0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig(_Group):
+    """What is reported while running."""
+
+    interval_steps: int = field(
+        default=100, metadata=_about("steps between two statistics lines; 0 = none", 0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """All settings of a run. Raises ConfigError when groups do not fit together."""
+
+    scheduling: SchedulingConfig = SchedulingConfig()
+    cache: CacheConfig = CacheConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    replay: ReplayConfig = ReplayConfig()
+    numerics: NumericsConfig = NumericsConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    weights: WeightsConfig = WeightsConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        """Check what involves several groups or fields."""
+        problems = [
+            f"{f.name}: found {show(value)}, expected {_GROUPS[f.name].__name__}"
+            for f in fields(self)
+            if not isinstance(value := getattr(self, f.name), _GROUPS[f.name])
+        ]
+        if not problems:
+            problems = _conflicts(self)
+        if problems:
+            raise ConfigError("the engine settings are not valid", problems)
+
+    @classmethod
+    def from_dotted(cls, values: Mapping[str, object]) -> EngineConfig:
+        """Build a config from dotted keys; see `with_dotted`."""
+        return cls().with_dotted(values)
+
+    def with_dotted(
+        self, values: Mapping[str, object], origins: Mapping[str, str] | None = None
+    ) -> EngineConfig:
+        """Return this config with some settings replaced.
+
+        values   dotted key -> value; texts are parsed by the setting's type, nested mappings are flattened
+        origins  dotted key -> where the value came from, for messages
+        Raises ConfigError listing every unknown key (with near matches) and every bad value.
+        """
+        known = settings()
+        problems: list[str] = []
+        chosen: dict[str, object] = dict(self.to_dotted())
+        for key, value in flatten(values).items():
+            setting = known.get(key)
+            if setting is None:
+                problem: str | None = f"{key}: unknown setting{_hint(key, known)}"
+            else:
+                chosen[key] = setting.convert(value)
+                problem = setting.problem(chosen[key])
+            if problem is not None:
+                origin = (origins or {}).get(key)
+                problems.append(problem + (f" (from {origin})" if origin else ""))
+        if problems:
+            raise ConfigError("the engine settings are not valid", problems)
+        return EngineConfig(**{name: _build(name, chosen) for name in _GROUPS})  # type: ignore[arg-type]
+
+    def to_dotted(self) -> dict[str, Value]:
+        """Return every setting by its dotted key, in the order of declaration."""
+        return {
+            key: getattr(getattr(self, key.partition(".")[0]), setting.name)
+            for key, setting in settings().items()
+        }
+
+
+_GROUPS: Final[Mapping[str, type[_Group]]] = {
+    "scheduling": SchedulingConfig,
+    "cache": CacheConfig,
+    "speculation": SpeculationConfig,
+    "replay": ReplayConfig,
+    "numerics": NumericsConfig,
+    "parallel": ParallelConfig,
+    "weights": WeightsConfig,
+    "sampling": SamplingConfig,
+    "log": LogConfig,
+}
+
+
+@cache
+def settings() -> Mapping[str, Setting]:
+    """Return every setting by its dotted key, in the order of declaration."""
+    return {s.key: s for group in _GROUPS.values() for s in _group_settings(group)}
+
+
+def parse_set(text: str) -> tuple[str, str]:
+    """Split `key=value` of the command line; raises ConfigError when there is no `=` or no key."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text!r}: expected key=value, as in --set numerics.mode=noq")
+    return key.strip(), value.strip()
+
+
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Turn nested mappings into dotted keys."""
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _build(name: str, chosen: Mapping[str, object]) -> _Group:
+    """Build one group from checked dotted values."""
+    group = _GROUPS[name]
+    return group(**{s.name: chosen[s.key] for s in _group_settings(group)})
+
+
+def _hint(key: str, known: Iterable[str]) -> str:
+    """Return the known keys near an unknown one, compared whole and by the last part."""
+    whole = near_matches(key, known)
+    if whole:
+        return whole
+    last = key.rpartition(".")[2]
+    ends = [k for k in known if k.rpartition(".")[2] == last]
+    if ends:
+        return f" (did you mean {' or '.join(ends)}?)"
+    return f"; the groups are {', '.join(_GROUPS)}"
+
+
+def _conflicts(config: EngineConfig) -> list[str]:
+    """Return the problems between settings."""
+    problems = []
+    numerics = config.numerics
+    if numerics.mode == "noq" and numerics.output_projection == "fp8":
+        problems.append(
+            'numerics.output_projection: found "fp8", expected "auto" or "bf16" under '
+            'numerics.mode "noq", which quantizes nothing'
+        )
+    if config.speculation.variable and config.speculation.num_drafts == 0:
+        problems.append("speculation.variable: found true, expected speculation.num_drafts > 0")
+    given = len(config.speculation.confidence_temperatures)
+    if given > 1 and given != config.speculation.num_drafts:
+        problems.append(
+            f"speculation.confidence_temperatures: found {given} values, expected none, one or "
+            f"speculation.num_drafts ({config.speculation.num_drafts})"
+        )
+    return problems
