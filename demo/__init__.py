@@ -1,0 +1,1 @@
+"""Recipe of the demonstration model: data, tokenizer, training and export."""
