@@ -146,14 +146,16 @@ class SamplingParams:
             raise RequestError("SamplingParams cannot be used", problems)
 
     def _check_lists(self, problems: list[str]) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if isinstance(stop, Iterable) and all(isinstance(text, str) and text for text in (stop := tuple(stop))):
+        given: object = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = tuple(given) if isinstance(given, Iterable) else (None,)
+        if all(isinstance(text, str) and text for text in stop):
             object.__setattr__(self, "stop", tuple(dict.fromkeys(stop)))
         else:
             problems.append(f"stop must be one or several strings, none of them empty, not {self.stop!r}")
         for name in ("stop_token_ids", "forced_token_ids"):
-            ids = getattr(self, name)
-            if isinstance(ids, Iterable) and all(_is_integer(i) and i >= 0 for i in (ids := tuple(ids))):
+            given = getattr(self, name)
+            ids = tuple(given) if isinstance(given, Iterable) else (None,)
+            if all(_is_integer(i) and i >= 0 for i in ids):
                 object.__setattr__(self, name, tuple(int(i) for i in ids))
             else:
                 problems.append(f"{name} must be token ids (integers >= 0), not {getattr(self, name)!r}")

@@ -148,7 +148,7 @@ class Sampler:
         """Set the parameters of a slot for the life of its next request."""
         first = params.num_prompt_tokens
         self._params[slot] = params
-        self._temperature[slot] = params.temperature
+        self._temperature[slot] = min(params.temperature, 1e30)  # -inf must stay -inf after the division
         self._top_p[slot] = params.top_p
         self._top_k[slot] = params.top_k
         self._seed[slot] = params.seed
@@ -166,6 +166,10 @@ class Sampler:
                     list(params.logit_bias.values()), dtype=torch.float32, device=self._device
                 ),
             )
+
+    def params(self, slot: int) -> SlotParams:
+        """Return the parameters of the slot's request."""
+        return self._params[slot]
 
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
         """Choose one token for each row.
