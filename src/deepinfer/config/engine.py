@@ -75,7 +75,6 @@ class Setting:
     is_list: bool
     low: float | None
     high: float | None
-    default: Value
     doc: str
 
     @property
@@ -174,7 +173,6 @@ class Setting:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
-@cache
 def _group_settings(group: type[_Group]) -> tuple[Setting, ...]:
     """Describe the fields of a group from their annotations and metadata."""
     hints = get_type_hints(group)
@@ -192,7 +190,6 @@ def _group_settings(group: type[_Group]) -> tuple[Setting, ...]:
                 is_list=is_list,
                 low=f.metadata["low"],
                 high=f.metadata["high"],
-                default=f.default,
                 doc=f.metadata["doc"],
             )
         )
@@ -321,7 +318,8 @@ class WeightsConfig(_Group):
     """How weights are held."""
 
     dequantized_bytes: int = field(
-        default=134217728, metadata=_about("most bytes of fp32 copies that a CPU keeps for speed", 0)
+        default=134217728,
+        metadata=_about("most bytes of fp32 copies that a CPU keeps for speed", 0),
     )
 
 

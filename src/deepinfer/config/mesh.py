@@ -100,4 +100,6 @@ class Mesh:
     def _check(self, rank: int) -> None:
         """Raise ConfigError when there is no such rank."""
         if not 0 <= rank < self.world:
-            raise ConfigError(f"rank {rank} does not exist; this mesh has ranks 0 to {self.world - 1}")
+            raise ConfigError(
+                f"rank {rank} does not exist; this mesh has ranks 0 to {self.world - 1}"
+            )
