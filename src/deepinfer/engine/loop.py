@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -52,7 +52,8 @@ def interrupt_after() -> Iterator[None]:
 class EngineLoop:
     """Drives one scheduler and one executor.
 
-    Completions, also those of requests that could not start or were cancelled, come out of `step` exactly once.
+    Completions, also those of requests that could not start or were cancelled, come out exactly once: from `step` and
+    `take_finished`, or inside the last chunk of a streamed request.
     """
 
     def __init__(
@@ -65,11 +66,12 @@ class EngineLoop:
         self._executor = executor
         self._clock = clock
         self._finished: list[Completion] = []
-        self.num_steps = 0
+        self._chunks: list[Chunk] = []
+        self._streamed: set[int] = set()
 
     @property
     def has_work(self) -> bool:
-        """Whether a call of `step` would do or return anything."""
+        """Whether a call of `step` would run or return anything."""
         return self.scheduler.has_work or bool(self._finished)
 
     def now_s(self) -> float:
@@ -78,15 +80,29 @@ class EngineLoop:
 
     def submit(self, request: Request, text: TextStream | None = None) -> None:
         """Queue a request."""
+        if request.streams:
+            self._streamed.add(request.request_id)
         completion = self.scheduler.add(request, text, self._clock())
         if completion is not None:
+            self._take([completion])
+
+    def reject(self, completion: Completion, streams: bool) -> None:
+        """Take the completion of a request that is never queued."""
+        if not streams:
             self._finished.append(completion)
+            return
+        index, request_id = completion.index, completion.request_id
+        self._chunks.append(
+            Chunk(
+                index=index, request_id=request_id, token_ids=(), text="", completion=completion
+            )
+        )
 
     def cancel(self, request_id: int) -> bool:
         """End a request; return whether it was live."""
         completion = self.scheduler.cancel(request_id, self._clock())
         if completion is not None:
-            self._finished.append(completion)
+            self._take([completion])
         return completion is not None
 
     def step(self) -> list[Completion]:
@@ -97,14 +113,13 @@ class EngineLoop:
         with interrupt_after():
             plan = self.scheduler.schedule()
             if plan is not None:
-                self.num_steps += 1
                 try:
                     result = self._executor.launch(plan).result()
                 except BaseException as error:
                     told = f"the step failed: {type(error).__name__}: {error}"
-                    self._finished += self.scheduler.abandon(told, self._clock())
+                    self._take(self.scheduler.abandon(told, self._clock()))
                     raise
-                self._finished += self.scheduler.apply(result, self._clock())
+                self._take(self.scheduler.apply(result, self._clock()))
         return self.take_finished()
 
     def take_finished(self) -> list[Completion]:
@@ -112,10 +127,19 @@ class EngineLoop:
         finished, self._finished = self._finished, []
         return finished
 
-    def take_chunks(self) -> list[Chunk]:
-        """Return what streamed requests gained since the last call."""
-        return self.scheduler.take_chunks()
+    def take_chunks(self, request_ids: Container[int]) -> list[Chunk]:
+        """Return what the named streamed requests gained since the last call."""
+        chunks = self._chunks + self.scheduler.take_chunks()
+        self._chunks = [chunk for chunk in chunks if chunk.request_id not in request_ids]
+        return [chunk for chunk in chunks if chunk.request_id in request_ids]
 
     def stop(self) -> None:
         """Stop the executor."""
         self._executor.stop()
+
+    def _take(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            if completion.request_id in self._streamed:
+                self._streamed.discard(completion.request_id)
+            else:
+                self._finished.append(completion)

@@ -56,7 +56,7 @@ class Scheduler:
     """Admits, chunks, extends and finishes sequences: `add`, `cancel`, `schedule`, `apply`.
 
     Sequences move from `waiting` (nothing held) to `prefilling` (slot and blocks held, prompt partly computed) to `running`
-    (one token a step), and leave from anywhere. One that a launched step names is retired only when that step is applied.
+    (one token a step), and leave from anywhere. `num_generated` counts tokens generated so far. One that a launched step names is retired only when that step is applied.
     """
 
     def __init__(self, limits: Limits, blocks: BlockPool, slots: SlotPool, tokens_per_block: int) -> None:
@@ -72,6 +72,7 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._chunks: list[Chunk] = []
         self._step_id = 0
+        self.num_generated = 0
         self._prefill_wait_steps = 0
         self._decode_wait_steps = 0
 
@@ -146,7 +147,7 @@ class Scheduler:
         plan = self._in_flight.popleft()
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         outcomes = iter(result.rows)
-        completions = []
+        completions: list[Completion] = []
         for row in plan.rows:
             sequence = self._sequences[row.request_id]
             outcome = next(outcomes) if row.samples else None
@@ -161,9 +162,10 @@ class Scheduler:
             if outcome.error is not None:
                 sequence.finish(FinishReason.NUMERICAL, now_s, outcome.error)
             else:
-                sequence.extend(
-                    outcome, self.limits.eos_token_id, self.limits.max_model_len, now_s
-                )
+                limits = self.limits
+                before = len(sequence.token_ids)
+                sequence.extend(outcome, limits.eos_token_id, limits.max_model_len, now_s)
+                self.num_generated += len(sequence.token_ids) - before
             if sequence.finish_reason is not None:
                 self._retire(sequence)
                 completions.append(self._report(sequence))

@@ -1,0 +1,139 @@
+"""How many cache blocks, and what lengths and budgets follow: every "auto" that needs the device's memory. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.errors import CacheError, ConfigError
+
+__all__ = ["CPU_POOL_BYTES", "Sizes", "max_rollback", "resolve_sizes"]
+
+CPU_POOL_BYTES = 256 * 2**20
+"""What the block pool of a CPU gets unless told otherwise; one sequence of `max_model_len` always fits."""
+
+_CPU_BATCHED_TOKENS = 2048
+_DEVICE_BATCHED_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Resolved sizes. `num_blocks` and `num_slots` include the padding block and slot 0."""
+
+    num_blocks: int
+    num_slots: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    chunk_tokens: int
+
+
+def max_rollback(config: EngineConfig) -> int:
+    """Return how many positions a sequence may step back: what drafts need, or more when the user says so."""
+    drafts = config.speculation.num_drafts
+    needed = drafts + 1 if drafts else 0
+    given = config.cache.max_rollback
+    return needed if given == "auto" else max(given, needed)
+
+
+def resolve_sizes(
+    config: EngineConfig,
+    *,
+    model_max_len: int,
+    block_bytes: int,
+    slot_bytes: int,
+    available_bytes: int,
+    on_cpu: bool,
+) -> Sizes:
+    """Fit the caches into memory and derive the limits.
+
+    available_bytes  free memory of the device, weights already loaded
+    Raises CacheError when the memory cannot hold the caches or a sequence of the asked length, ConfigError when the settings
+    exceed the model or each other; both name the settings that change it.
+    """
+    tokens_per_block = config.cache.tokens_per_block
+    given_len = config.scheduling.max_model_len
+    if given_len != "auto" and given_len > model_max_len:
+        raise ConfigError(
+            f"scheduling.max_model_len: found {given_len}, but the model ends at {model_max_len} tokens"
+        )
+    num_slots = config.scheduling.max_num_seqs + 1
+    blocks = _num_blocks(
+        config,
+        longest=model_max_len if given_len == "auto" else given_len,
+        block_bytes=block_bytes,
+        slots_bytes=num_slots * slot_bytes,
+        available_bytes=available_bytes,
+        on_cpu=on_cpu,
+    )
+    room = blocks * tokens_per_block
+    if given_len != "auto" and given_len > room:
+        raise CacheError(
+            f"scheduling.max_model_len {given_len} needs {-(-given_len // tokens_per_block)} blocks of "
+            f"{block_bytes} bytes, the pool has {blocks}: lower it, or raise cache.num_blocks or cache.memory_bytes"
+        )
+    budget, chunk = _budgets(config, on_cpu)
+    return Sizes(
+        num_blocks=blocks + 1,
+        num_slots=num_slots,
+        max_model_len=min(model_max_len, room) if given_len == "auto" else given_len,
+        max_num_batched_tokens=budget,
+        chunk_tokens=chunk,
+    )
+
+
+def _num_blocks(
+    config: EngineConfig,
+    *,
+    longest: int,
+    block_bytes: int,
+    slots_bytes: int,
+    available_bytes: int,
+    on_cpu: bool,
+) -> int:
+    cache = config.cache
+    if cache.num_blocks != "auto":
+        return cache.num_blocks
+    if cache.memory_bytes != "auto":
+        if cache.memory_bytes < 2 * block_bytes:
+            raise CacheError(
+                f"cache.memory_bytes {cache.memory_bytes} holds less than two blocks of {block_bytes} bytes "
+                "(one is padding): raise it"
+            )
+        return cache.memory_bytes // block_bytes - 1
+    usable = int(available_bytes * cache.memory_fraction) - slots_bytes
+    if usable < 2 * block_bytes:
+        raise CacheError(
+            "the caches do not fit into memory",
+            [
+                f"free memory: {available_bytes} bytes, of which cache.memory_fraction allows {cache.memory_fraction:g}",
+                f"sequence slots: {slots_bytes} bytes for scheduling.max_num_seqs {config.scheduling.max_num_seqs}",
+                f"blocks: {block_bytes} bytes each, at least two",
+                "lower scheduling.max_num_seqs, or raise cache.memory_fraction",
+            ],
+        )
+    per_sequence = -(-longest // cache.tokens_per_block)
+    wanted = per_sequence * config.scheduling.max_num_seqs
+    if on_cpu:
+        least = per_sequence if config.scheduling.max_model_len != "auto" else 1
+        wanted = min(wanted, max(least, CPU_POOL_BYTES // block_bytes))
+    return min(wanted, usable // block_bytes - 1)
+
+
+def _budgets(config: EngineConfig, on_cpu: bool) -> tuple[int, int]:
+    """Return the token budget of a prefill step and the size of one prompt's chunk."""
+    given_budget = config.scheduling.max_num_batched_tokens
+    given_chunk = config.scheduling.chunk_size
+    if given_budget == "auto":
+        budget = _CPU_BATCHED_TOKENS if on_cpu else _DEVICE_BATCHED_TOKENS
+        if given_chunk != "auto":
+            budget = max(budget, given_chunk)
+    else:
+        budget = given_budget
+    if given_chunk == "auto":
+        return budget, budget - budget % config.cache.tokens_per_block or budget
+    if given_chunk > budget:
+        raise ConfigError(
+            f"scheduling.chunk_size {given_chunk} is above scheduling.max_num_batched_tokens "
+            f"{budget}: lower the first or raise the second"
+        )
+    return budget, given_chunk

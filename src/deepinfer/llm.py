@@ -1,0 +1,420 @@
+"""LLM: the public engine. Builds the parts from a config, joins them, and turns calls into requests.
+
+Owns request ids, seeds, text in and out, and who gets which completion. What runs when is the scheduler's matter. One LLM
+serves one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from deepinfer.cache.blocks import BlockPool
+from deepinfer.cache.layout import CacheLayout
+from deepinfer.cache.slots import SlotPool
+from deepinfer.cache.tensors import Caches
+from deepinfer.chat.token_map import load_token_map
+from deepinfer.chat.tokenizer import Tokenizer
+from deepinfer.config.engine import EngineConfig
+from deepinfer.config.load import load_engine_config, load_model_config, resolve_model
+from deepinfer.config.model import ModelConfig
+from deepinfer.engine.executor import Executor, InProcessExecutor
+from deepinfer.engine.loop import EngineLoop
+from deepinfer.engine.prompts import (
+    BadPrompt,
+    Prompt,
+    Prompts,
+    check_prompt,
+    match_params,
+    split_prompts,
+)
+from deepinfer.engine.request import Chunk, Completion, FinishReason, Request, SamplingParams
+from deepinfer.engine.runner import Runner
+from deepinfer.engine.scheduler import Limits, Scheduler
+from deepinfer.engine.sizing import Sizes, max_rollback, resolve_sizes
+from deepinfer.engine.text import TextStream
+from deepinfer.errors import RequestError, TokenizerError, UnsupportedError
+from deepinfer.model.fast.model import FastModel
+from deepinfer.sampling.sampler import Sampler
+from deepinfer.weights.reader import Checkpoint
+
+__all__ = ["DEMO_WEIGHTS_ARE_RANDOM", "LLM", "Interrupted", "Progress", "resolve_device"]
+
+DEMO_WEIGHTS_ARE_RANDOM = True
+"""Whether the model `demo` is untrained; programs that show its text say so."""
+
+_log = logging.getLogger(__name__)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during `generate`. The engine stays usable.
+
+    completions  one per input, in order; what had not finished ends with `abort` and holds the tokens it had
+    """
+
+    def __init__(self, completions: Sequence[Completion]) -> None:
+        super().__init__("interrupted")
+        self.completions = list(completions)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a call of `generate` is."""
+
+    num_finished: int
+    num_requests: int
+    num_tokens: int
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the device to run on; `auto` is the first accelerator, else the CPU.
+
+    Raises UnsupportedError when the name means nothing or this machine has no such device.
+    """
+    if str(device) == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedError(f"device {device!r} is unknown: use auto, cpu or cuda") from error
+    if found.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device {device!r} is not supported: use auto, cpu or cuda")
+    if found.type == "cuda" and (
+        not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count()
+    ):
+        raise UnsupportedError(f"device {device!r} is not on this machine: use auto or cpu")
+    return found
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+class LLM:
+    """An offline engine for one checkpoint.
+
+    model    checkpoint folder, or `demo` for the packaged one
+    device   `auto`, `cpu`, `cuda` or `cuda:N`
+    config   an EngineConfig, or a mapping of dotted keys (`{"scheduling.max_num_seqs": 8}`); a mapping or None also takes
+             what the environment sets
+    Raises ConfigError, CheckpointError, TokenizerError, CacheError or UnsupportedError.
+
+        with LLM("demo") as llm:
+            for completion in llm.generate(["One prompt", [5, 6, 7]], SamplingParams(max_tokens=8)):
+                print(completion.text)
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        device: str | torch.device = "auto",
+        config: EngineConfig | Mapping[str, object] | None = None,
+    ) -> None:
+        self._loop: EngineLoop | None = None
+        if isinstance(config, EngineConfig):
+            self.config = config
+        else:
+            self.config = load_engine_config(values=config)
+        self.path: Path = resolve_model(model)
+        self.device = resolve_device(device)
+        self.model_config: ModelConfig = load_model_config(self.path)
+        self.tokenizer: Tokenizer | None = None
+        if (self.path / "tokenizer.json").is_file():
+            self.tokenizer = Tokenizer.load(self.path, self.model_config)
+        runner, sizes = self._build_runner()
+        self.sizes = sizes
+        self._start(InProcessExecutor(runner))
+
+    def _build_runner(self) -> tuple[Runner, Sizes]:
+        config, model_config, device = self.config, self.model_config, self.device
+        banned = config.sampling.banned_token_ids
+        outside = [i for i in banned if i >= model_config.vocab_size]
+        if outside:
+            raise RequestError(
+                f"sampling.banned_token_ids holds {outside[0]}, outside the vocabulary "
+                f"0..{model_config.vocab_size - 1}"
+            )
+        token_map = load_token_map(self.path, model_config)
+        if model_config.engram_layer_ids and token_map is None:
+            raise TokenizerError(
+                f"{self.path} has Engram layers, which need its tokenizer.json or the cached token map: "
+                "put tokenizer.json into the folder"
+            )
+        checkpoint = Checkpoint.open(self.path)
+        model = FastModel.load(
+            checkpoint, config.numerics, device, token_map, config.weights.dequantized_bytes
+        )
+        layout = CacheLayout.build(
+            model_config,
+            config.numerics.mode,
+            tokens_per_block=config.cache.tokens_per_block,
+            max_rollback=max_rollback(config),
+        )
+        sizes = resolve_sizes(
+            config,
+            model_max_len=model_config.max_position_embeddings,
+            block_bytes=layout.block_bytes,
+            slot_bytes=layout.slot_bytes,
+            available_bytes=_available_bytes(device),
+            on_cpu=device.type == "cpu",
+        )
+        caches = Caches.allocate(layout, sizes.num_blocks, sizes.num_slots, device)
+        sampler = Sampler(model_config.vocab_size, sizes.num_slots, device, banned)
+        runner = Runner(model, caches, layout, sampler, model_config.eos_token_id, device)
+        return runner, sizes
+
+    def _start(self, executor: Executor) -> None:
+        """Join scheduler and executor; everything above the executor is the same whatever runs the steps."""
+        sizes, config = self.sizes, self.config
+        limits = Limits(
+            max_num_seqs=config.scheduling.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_model_len=sizes.max_model_len,
+            chunk_tokens=sizes.chunk_tokens,
+            eos_token_id=self.model_config.eos_token_id,
+            fixed_chunks=config.numerics.batch_invariant,
+        )
+        scheduler = Scheduler(
+            limits,
+            BlockPool(sizes.num_blocks),
+            SlotPool(sizes.num_slots),
+            config.cache.tokens_per_block,
+        )
+        executor.start()
+        self._loop = EngineLoop(scheduler, executor)
+        self._next_id = 0
+        self._live: dict[int, SamplingParams] = {}
+        self._outbox: list[Completion] = []
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence, prompt and output."""
+        return self.sizes.max_model_len
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> list[Completion]:
+        """Complete every prompt and return one Completion per input, in input order.
+
+        prompts          a text, a run of token ids, or a list of these (lists or integer arrays)
+        sampling_params  one for all, or one for each; one `seed` is kept for each, no seed draws a fresh one for each
+        progress         called after every step; what it raises is logged
+        A prompt that cannot run has a completion with `error` set, and the others run. Raises RequestError when the arguments
+        as a whole do not fit together, and Interrupted on Ctrl-C.
+        """
+        loop = self._open_loop()
+        entries = split_prompts(prompts)
+        params = match_params(sampling_params, len(entries))
+        first_id = self._next_id
+        done: dict[int, Completion] = {}
+        interrupted = False
+        start_tokens = loop.scheduler.num_generated
+        try:
+            for index, prompt in enumerate(entries):
+                self._submit(index, prompt, params[index], streams=False)
+            while len(done) < len(entries):
+                self._collect(loop.step(), first_id, done)
+                self._tell(
+                    progress,
+                    Progress(
+                        len(done), len(entries), loop.scheduler.num_generated - start_tokens
+                    ),
+                )
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            for request_id in range(first_id, self._next_id):
+                loop.cancel(request_id)
+            self._collect(loop.take_finished(), first_id, done)
+        results = [done.get(first_id + index) for index in range(len(entries))]
+        if interrupted:
+            raise Interrupted([r or self._never_started(i) for i, r in enumerate(results)]) from None
+        return [result for result in results if result is not None]
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Chunk]:
+        """Complete every prompt, yielding what each step adds to each; the last chunk of a prompt carries its completion.
+
+        Leaving the iterator early cancels what is unfinished. Arguments and errors as in `generate`.
+        """
+        self._open_loop()
+        entries = split_prompts(prompts)
+        return self._stream(entries, match_params(sampling_params, len(entries)))
+
+    def _stream(self, entries: list[object], params: list[SamplingParams]) -> Iterator[Chunk]:
+        loop = self._open_loop()
+        mine: set[int] = set()
+        try:
+            for index, prompt in enumerate(entries):
+                mine.add(self._submit(index, prompt, params[index], streams=True))
+            while mine:
+                self._outbox += self._texts(loop.step())
+                for chunk in loop.take_chunks(frozenset(mine)):
+                    if chunk.completion is not None:
+                        mine.discard(chunk.request_id)
+                    yield chunk
+        finally:
+            for request_id in mine:
+                loop.cancel(request_id)
+            loop.take_chunks(mine)
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue one prompt and return its request id; its completion comes out of `step`, also when it cannot run."""
+        self._open_loop()
+        (params,) = match_params(sampling_params, 1)
+        return self._submit(0, prompt, params, streams=False)
+
+    def step(self) -> list[Completion]:
+        """Run one step over everything submitted and return what has finished since the last call."""
+        loop = self._open_loop()
+        finished = self._texts(loop.step())
+        finished, self._outbox = self._outbox + finished, []
+        return finished
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to run or to return."""
+        return self._loop is not None and (self._loop.has_work or bool(self._outbox))
+
+    def cancel(self, request_id: int) -> bool:
+        """End a submitted request with reason `abort`; return whether it was still running or waiting."""
+        return self._open_loop().cancel(request_id)
+
+    def close(self) -> None:
+        """Drop unfinished requests, weights and caches. Any number of calls does the same as one."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.stop()
+
+    def __enter__(self) -> Self:
+        """Return the engine itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the engine."""
+        self.close()
+
+    def _open_loop(self) -> EngineLoop:
+        if self._loop is None:
+            raise UnsupportedError("this LLM is closed: build a new one")
+        return self._loop
+
+    def _submit(self, index: int, prompt: object, params: SamplingParams, streams: bool) -> int:
+        loop = self._open_loop()
+        request_id = self._next_id
+        self._next_id += 1
+        encode = self.tokenizer.encode if self.tokenizer is not None else None
+        ids = check_prompt(prompt, self.model_config.vocab_size, encode)
+        problems = self._problems(params)
+        if isinstance(ids, BadPrompt) or problems:
+            errors = [ids.error, *problems] if isinstance(ids, BadPrompt) else problems
+            completion = Completion(
+                index=index,
+                request_id=request_id,
+                prompt_token_ids=ids.token_ids if isinstance(ids, BadPrompt) else ids,
+                text=None if self.tokenizer is None else "",
+                finish_reason=FinishReason.INVALID_REQUEST,
+                error="; ".join(errors),
+            )
+            loop.reject(completion, streams)
+            return request_id
+        request = Request(
+            request_id=request_id,
+            index=index,
+            prompt_token_ids=ids,
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            streams=streams,
+            arrival_s=loop.now_s(),
+        )
+        text = None
+        if self.tokenizer is not None and (params.stop_strings or streams):
+            text = TextStream(self.tokenizer.stream(), params.stop_strings, params.min_tokens)
+        if not streams:
+            self._live[request_id] = params
+        loop.submit(request, text)
+        return request_id
+
+    def _problems(self, params: SamplingParams) -> list[str]:
+        """Return what this model cannot do of a request's parameters."""
+        vocab_size = self.model_config.vocab_size
+        problems = params.ids_out_of(vocab_size)
+        if params.stop_strings and self.tokenizer is None:
+            problems.append(
+                "stop strings need the checkpoint's tokenizer.json: use stop_token_ids"
+            )
+        never = set(self.config.sampling.banned_token_ids)
+        if params.min_tokens:
+            never |= {*params.stop_ids, self.model_config.eos_token_id}
+        if len(never) >= vocab_size:
+            problems.append("banned ids and stop ids leave no token that may be generated")
+        return problems
+
+    def _texts(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Decode the completions whose text was not followed while they ran."""
+        told = []
+        for completion in completions:
+            params = self._live.pop(completion.request_id, None)
+            if completion.text is None and self.tokenizer is not None:
+                ids = completion.token_ids
+                if completion.finish_reason is FinishReason.STOP and params is not None:
+                    ids = ids[:-1]  # without a TextStream only an id can have ended it
+                completion = replace(completion, text=self.tokenizer.decode(ids) if ids else "")
+            told.append(completion)
+        return told
+
+    def _collect(
+        self, completions: Sequence[Completion], first_id: int, done: dict[int, Completion]
+    ) -> None:
+        """Keep what belongs to the call that began at `first_id`; the rest waits for `step`."""
+        for completion in self._texts(completions):
+            if completion.request_id >= first_id:
+                done[completion.request_id] = completion
+            else:
+                self._outbox.append(completion)
+
+    def _tell(self, progress: Callable[[Progress], None] | None, state: Progress) -> None:
+        if progress is None:
+            return
+        try:
+            progress(state)
+        except Exception:
+            _log.exception("the progress callback failed")
+
+    def _never_started(self, index: int) -> Completion:
+        return Completion(
+            index=index,
+            request_id=-1,
+            prompt_token_ids=(),
+            text=None if self.tokenizer is None else "",
+            finish_reason=FinishReason.ABORT,
+        )
