@@ -1,6 +1,7 @@
 """DeepInfer: an offline inference engine for DeepSeek-V4.1-Flash.
 
-Public names are loaded on first use, so that `import deepinfer` imports no torch and touches no device.
+Public names are loaded on first use, so that `import deepinfer` imports no torch and touches no
+device.
 """
 
 from __future__ import annotations

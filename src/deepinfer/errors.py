@@ -1,7 +1,8 @@
 """Every exception that DeepInfer raises on purpose.
 
-A message says what was given, what is accepted and what to do. When several things are wrong at once they travel together
-in `problems`, one short sentence each. Internal mistakes are assertions and are not listed here.
+A message says what was given, what is accepted and what to do. When several things are wrong at
+once they travel together in `problems`, one short sentence each. Internal mistakes are assertions
+and are not listed here.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class DeepInferError(Exception):
 
 
 class ConfigError(DeepInferError):
-    """A `config.json`, an engine setting or a command-line value is missing, unknown or not supported."""
+    """A value of `config.json`, a setting or an option is missing, unknown or not supported."""
 
 
 class CheckpointError(DeepInferError):
@@ -66,7 +67,7 @@ class UnsupportedError(DeepInferError):
 
     @classmethod
     def missing_extra(cls, package: str, extra: str, needed_for: str) -> UnsupportedError:
-        """Build the error for an optional package that is not installed, naming the extra to install."""
+        """Build the error for an optional package that is absent, naming the extra to install."""
         return cls(
             f"{needed_for} needs the package '{package}', which is not installed: "
             f"pip install 'deepinfer[{extra}]'"

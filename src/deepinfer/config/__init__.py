@@ -1,4 +1,4 @@
-"""Configuration: the model's shape, the engine's settings, rank arithmetic and their loading (no torch)."""
+"""Configuration: the model's shape, the engine's settings, rank arithmetic (no torch)."""
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_engine_config, load_model_config, resolve_model

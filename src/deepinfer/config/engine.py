@@ -1,7 +1,8 @@
 """What a run does: one printable tree of frozen settings, addressed by dotted keys (pure).
 
-Every group checks its values when it is built. "auto" is resolved later, in `config/load.py` and by the part that knows the
-device's memory. Settings of parts that do not exist yet are refused from one table, `_NOT_BUILT`.
+Every group checks its values when it is built. "auto" is resolved later, in `config/load.py` and by
+the part that knows the device's memory. Settings of parts that do not exist yet are refused from
+one table, `_NOT_BUILT`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ __all__ = [
 
 Value = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
 
-# key -> (the one value that works in this version, what the others wait for). Building a feature deletes its row.
+# key -> (the one value that works in this version, what the others wait for). Building a feature
+# deletes its row.
 _NOT_BUILT: Final[Mapping[str, tuple[Value, str]]] = {
     "scheduling.overlap": (False, "overlapped scheduling"),
     "cache.prefix": (False, "prefix reuse"),
@@ -56,7 +58,7 @@ _MAX_LISTED: Final = 1 << 20
 
 
 def _about(doc: str, low: float | None = None, high: float | None = None) -> dict[str, object]:
-    """Return a field's metadata: its meaning and the inclusive bounds of its number (of each item of a list)."""
+    """Return a field's metadata: its meaning and the inclusive bounds of its number or items."""
     return {"doc": doc, "low": low, "high": high}
 
 
@@ -107,7 +109,7 @@ class Setting:
         return None
 
     def convert(self, value: object) -> object:
-        """Turn text or a loosely typed value into the field's type; what does not convert comes back as it is."""
+        """Turn text or a loosely typed value into the field's type, where it can be."""
         if isinstance(value, str):
             return value if value in self.words else self._parse(value.strip())
         if self.is_list:
@@ -119,7 +121,9 @@ class Setting:
     def _widen(self, value: object) -> object:
         """Turn an integer into a float where only floats are meant."""
         is_int = isinstance(value, int) and not isinstance(value, bool)
-        return float(value) if is_int and self.kinds == (float,) else value  # type: ignore[arg-type]
+        if is_int and self.kinds == (float,):
+            return float(value)  # type: ignore[arg-type]  # an int, as just tested
+        return value
 
     def _parse(self, text: str) -> object:
         """Parse text by the field's type; text that does not parse comes back as it is."""
@@ -377,7 +381,8 @@ class EngineConfig:
     ) -> EngineConfig:
         """Return this config with some settings replaced.
 
-        values   dotted key -> value; texts are parsed by the setting's type, nested mappings are flattened
+        values   dotted key -> value; texts are parsed by the setting's type, nested mappings are
+                 flattened
         origins  dotted key -> where the value came from, for messages
         Raises ConfigError listing every unknown key (with near matches) and every bad value.
         """
@@ -396,7 +401,8 @@ class EngineConfig:
                 problems.append(problem + (f" (from {origin})" if origin else ""))
         if problems:
             raise ConfigError("the engine settings are not valid", problems)
-        return EngineConfig(**{name: _build(name, chosen) for name in _GROUPS})  # type: ignore[arg-type]
+        groups = {name: _build(name, chosen) for name in _GROUPS}
+        return EngineConfig(**groups)  # type: ignore[arg-type]  # each group by its name
 
     def to_dotted(self) -> dict[str, Value]:
         """Return every setting by its dotted key, in the order of declaration."""

@@ -1,7 +1,7 @@
 """The constants of Engram's hash: bucket primes, row offsets and multipliers (pure: numpy only).
 
-They follow from the config alone and are part of the checkpoint format: another prime or another random stream would read
-other rows of the tables.
+They follow from the config alone and are part of the checkpoint format: another prime or another
+random stream would read other rows of the tables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class EngramTables:
 
     primes       [L, G-1, H]    int64, buckets of n-gram order 2..G (axis 1) and head (axis 2)
     offsets      [L, (G-1)*H]   int64, first row of each column's buckets, order-major
-    multipliers  [L, G]         int64, odd; index 0 belongs to the token itself, r to the token r positions before
+    multipliers  [L, G]         int64, odd; index 0 belongs to the token itself, r to the token
+                                r positions before
     """
 
     primes: NDArray[np.int64]
@@ -69,13 +70,14 @@ def engram_primes(
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Return the bucket primes, indexed [layer][order - 2][head].
 
-    Each (layer, order) takes the first `num_heads` primes from `start` on that no earlier (layer, order) took.
-    Source: weights specification, 5.2.
+    Each (layer, order) takes the first `num_heads` primes from `start` on that no earlier (layer,
+    order) took. Source: weights specification, 5.2.
     """
     per_group = num_heads
     found: list[int] = []
     candidate = start
-    # The search restarts at `start` for every group and skips what is used: one ascending run, cut into groups.
+    # The search restarts at `start` for every group and skips what is used: one ascending run, cut
+    # into groups.
     while len(found) < num_layers * (max_ngram_size - 1) * per_group:
         if is_prime(candidate):
             found.append(candidate)
@@ -90,7 +92,8 @@ def engram_multipliers(
 ) -> NDArray[np.int64]:
     """Return the odd hash multipliers, [L, G] int64, drawn from numpy's PCG64 stream of each layer.
 
-    No product of a compressed id and a multiplier overflows int64. Source: weights specification, 5.3.
+    No product of a compressed id and a multiplier overflows int64. Source: weights specification,
+    5.3.
     """
     bound = max(1, (2**63 - 1) // compressed_vocab_size // 2)
     result = np.empty((len(layer_ids), max_ngram_size), dtype=np.int64)
@@ -101,7 +104,7 @@ def engram_multipliers(
 
 
 def engram_tables(config: ModelConfig) -> EngramTables:
-    """Return all hash constants of a config; every array has L = 0 rows when it has no Engram layers."""
+    """Return all hash constants of a config; without Engram layers every array has L = 0 rows."""
     layers = len(config.engram_layer_ids)
     orders = max(config.engram_max_ngram_size - 1, 0)
     heads = config.engram_n_heads

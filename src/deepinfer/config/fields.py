@@ -1,8 +1,9 @@
 """Reading untrusted mappings: typed values out, every problem noted, nothing raised (pure).
 
-`Section` wraps one JSON object. Each `take_*` call marks a key as known and returns its value, or None after noting what is
-wrong; `close` notes the keys that nobody asked for. Cross-field rules then run over a `Values` view, which skips a rule
-when a value that it needs is missing or bad, so that one mistake is reported once.
+`Section` wraps one JSON object. Each `take_*` call marks a key as known and returns its value, or
+None after noting what is wrong; `close` notes the keys that nobody asked for. Cross-field rules
+then run over a `Values` view, which skips a rule when a value that it needs is missing or bad, so
+that one mistake is reported once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def near_matches(name: str, known: Iterable[str]) -> str:
 
 
 class Section:
-    """One JSON object being read: its values, its place in the file and the shared list of problems."""
+    """One JSON object being read: its values, its place in the file, the list of problems."""
 
     def __init__(self, raw: Mapping[str, object], prefix: str, problems: list[str]) -> None:
         self._raw = raw
@@ -150,7 +151,7 @@ def _same(found: object, accepted: object) -> bool:
     return found == accepted
 
 
-class _Skip(Exception):  # noqa: N818 - a signal between a rule and its runner, never seen outside
+class _Skip(Exception):
     """A rule asked for a value that is missing or bad."""
 
 
@@ -188,7 +189,7 @@ Rule = Callable[[Values], Iterator[str]]
 
 
 def run_rules(rules: Sequence[Rule], values: Values) -> list[str]:
-    """Return the problems that the rules find; a rule stops where a value that it needs is missing."""
+    """Return the problems that the rules find; a rule stops where a value is missing."""
     problems: list[str] = []
     for rule in rules:
         try:

@@ -1,7 +1,7 @@
 """The edge: files, command-line texts and the environment become validated settings (pure).
 
-Only this module reads the environment. The documented switches of the original engine are aliases of settings here and show
-up in the printed configuration like any other value.
+Only this module reads the environment. The documented switches of the original engine are aliases
+of settings here and show up in the printed configuration like any other value.
 """
 
 from __future__ import annotations
@@ -81,14 +81,16 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
         return path
     what = "is a file" if path.exists() else "does not exist"
     raise ConfigError(
-        f"model '{model}' {what}; expected a checkpoint folder with a config.json, or '{DEMO_MODEL}'"
+        f"model '{model}' {what}; expected a checkpoint folder with a config.json, "
+        f"or '{DEMO_MODEL}'"
     )
 
 
 def load_model_config(path: str | os.PathLike[str]) -> ModelConfig:
     """Read and check the config of a checkpoint folder, or a `config.json` itself.
 
-    Raises ConfigError when there is no such file, it is no JSON object, or it holds anything unsupported.
+    Raises ConfigError when there is no such file, it is no JSON object, or it holds anything
+    unsupported.
     """
     file = Path(path).expanduser()
     if file.is_dir():
@@ -104,7 +106,7 @@ def load_model_config(path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def read_json(file: Path) -> dict[str, object]:
-    """Read a JSON file that holds one object; raises ConfigError when it does not, or repeats a key."""
+    """Read a JSON file of one object; raises ConfigError when it is none, or repeats a key."""
     try:
         value: object = json.loads(file.read_bytes(), object_pairs_hook=_unique)
     except OSError as error:
@@ -168,7 +170,7 @@ def _read_toml(file: Path) -> dict[str, object]:
 
 
 def environment_settings(environ: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
-    """Return variable -> (dotted key, text) for the aliases that are set, and warn about names that mean nothing here."""
+    """Return variable -> (dotted key, text) for the aliases set; warn about unknown names."""
     environ = os.environ if environ is None else environ
     found: dict[str, tuple[str, str]] = {}
     for name in sorted(n for n in environ if n.startswith(_PREFIX)):
@@ -195,7 +197,10 @@ def _translate(key: str, text: str) -> str:
 
 
 def log_level(environ: Mapping[str, str] | None = None) -> str:
-    """Return the level of DEEPINFER_LOG_LEVEL, `warning` by default; raises ConfigError on another word."""
+    """Return the level of DEEPINFER_LOG_LEVEL, `warning` by default.
+
+    Raises ConfigError on a word that is no level.
+    """
     environ = os.environ if environ is None else environ
     level = environ.get(f"{_PREFIX}LOG_LEVEL", "").strip().lower() or "warning"
     if level not in _LEVELS:
@@ -204,7 +209,7 @@ def log_level(environ: Mapping[str, str] | None = None) -> str:
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder for things that can be rebuilt: DEEPINFER_CACHE_DIR, else the user's cache folder."""
+    """Return the folder of rebuildable files: DEEPINFER_CACHE_DIR, or the user's cache folder."""
     environ = os.environ if environ is None else environ
     own = environ.get(f"{_PREFIX}CACHE_DIR", "").strip()
     if own:

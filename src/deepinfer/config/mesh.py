@@ -1,7 +1,7 @@
 """Ranks of a cluster as arithmetic: who holds which experts and which Engram rows (pure).
 
-Ranks are numbered so that the context ranks of one replica are neighbours, and so are the ranks of one expert group and of
-one Engram group. Nothing here talks to a process.
+Ranks are numbered so that the context ranks of one replica are neighbours, and so are the ranks of
+one expert group and of one Engram group. Nothing here talks to a process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Mesh", "split_evenly"]
 
 
 def split_evenly(count: int, parts: int, part: int) -> range:
-    """Return the part-th of `parts` contiguous runs of ceil(count / parts) items; the last ones may be short."""
+    """Return one of `parts` contiguous runs of ceil(count / parts) items; the last may be short."""
     size = -(-count // parts)
     return range(min(part * size, count), min((part + 1) * size, count))
 
@@ -26,7 +26,8 @@ class Mesh:
     data     attention replicas, each with its own requests and caches
     context  ranks that share the prefill of one prompt
     expert   ranks that share one copy of the experts; divides data * context
-    engram   ranks that share one copy of the Engram tables; divides data * context or is a multiple of it
+    engram   ranks that share one copy of the Engram tables; divides data * context or is a multiple
+             of it
     Raises ConfigError when a size is below 1 or does not fit.
     """
 
@@ -85,11 +86,15 @@ class Mesh:
         return rank % self.engram
 
     def expert_range(self, rank: int, num_experts: int) -> range:
-        """Return the logical experts that a rank holds before any rebalancing; `expert` must divide their number."""
+        """Return the logical experts that a rank holds before any rebalancing.
+
+        Raises ConfigError when `expert` does not divide their number.
+        """
         place = self.expert_rank(rank)
         if num_experts % self.expert:
             raise ConfigError(
-                f"parallel.expert: found {self.expert}, expected a divisor of the {num_experts} experts"
+                f"parallel.expert: found {self.expert}, expected a divisor of the "
+                f"{num_experts} experts"
             )
         return split_evenly(num_experts, self.expert, place)
 

@@ -1,9 +1,9 @@
 """The shape of one checkpoint: `config.json` checked once, then trusted (pure).
 
-`ModelConfig` keeps the official key names, flat. Whatever this engine does not compute is refused by name, with the value
-found and the value accepted; all problems of a file come in one ConfigError. `model_json.py` reads the file and
-`model_rules.py` checks what the values must satisfy among each other. Source: weights specification, 1; backbone
-specification, 1.1 and 3.1.
+`ModelConfig` keeps the official key names, flat. Whatever this engine does not compute is refused
+by name, with the value found and the value accepted; all problems of a file come in one
+ConfigError. `model_json.py` reads the file and `model_rules.py` checks what the values must satisfy
+among each other. Source: weights specification, 1; backbone specification, 1.1 and 3.1.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class LayerConfig:
     """The role of one backbone layer.
 
     ratio               tokens per compressed entry that the layer reads; 0 = sliding window only
-    kind                window: no compressed KV; full: compresses and selects; reindex: selects among its source's
-                        entries; reuse: takes its index source's selection verbatim
-    kv_source           the layer whose compressed KV this one reads (itself when it owns one), None for window
+    kind                window: no compressed KV; full: compresses and selects; reindex: selects
+                        among its source's entries; reuse: takes its index source's selection
+    kv_source           the layer whose compressed KV this one reads (itself when it owns one), None
+                        for window
     index_source        the layer whose selection this one uses, None for window
     owns_kv, owns_index it has a compressor and index keys; it has an indexer
     is_candidate_source it picks the candidate blocks
@@ -64,9 +65,10 @@ class LayerConfig:
 class ModelConfig:
     """Everything the engine knows about a model; keys as in `text_config`, lists as tuples.
 
-    Absent parts: `vision` None = text only; `candidate_source_layer_id` None = no candidate filter (its sizes 0);
-    `engram_layer_ids` () and `num_nextn_predict_layers` 0 = none (their sizes 0). `layers` describes the backbone only.
-    `dspark_confidence_temperatures` is ours: () = 1.0, else one value or one per draft position.
+    Absent parts: `vision` None = text only; `candidate_source_layer_id` None = no candidate filter
+    (its sizes 0); `engram_layer_ids` () and `num_nextn_predict_layers` 0 = none (their sizes 0).
+    `layers` describes the backbone only. `dspark_confidence_temperatures` is ours: () = 1.0, else
+    one value or one per draft position.
     Raises ConfigError, listing every problem, when the values do not fit together.
     """
 
@@ -153,7 +155,8 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, object]) -> ModelConfig:
         """Build a config from the parsed `config.json`.
 
-        Raises ConfigError with one line for each unsupported, missing, unknown or inconsistent value.
+        Raises ConfigError with one line for each unsupported, missing, unknown or inconsistent
+        value.
         """
         problems = check_identity(raw)
         if problems and raw.get("model_type") != MODEL_TYPE:
@@ -167,7 +170,7 @@ class ModelConfig:
         return cls(**values)  # type: ignore[arg-type]  # every value was read by its type
 
     def to_dict(self) -> dict[str, object]:
-        """Return the config as `config.json` spells it; `from_dict` of the result gives an equal config."""
+        """Return the config as `config.json` spells it; `from_dict` of it gives an equal config."""
         text: dict[str, object] = {"model_type": f"{MODEL_TYPE}_text"}
         text |= {**TEXT_CONSTANTS, "attention_bias": False, "attention_dropout": 0.0}
         for f in fields(self):

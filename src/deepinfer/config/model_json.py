@@ -1,7 +1,7 @@
 """Reading `config.json` into plain values: types, ranges, accepted constants, unknown keys (pure).
 
-What the values must satisfy among each other stands in `model_rules.py`. Source: weights specification, 1; backbone
-specification, 1.1 and 13.
+What the values must satisfy among each other stands in `model_rules.py`. Source: weights
+specification, 1; backbone specification, 1.1 and 13.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ MAX_ENGRAM_ROWS: Final = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class YarnConfig:
-    """Frequency stretching of the layers with a compressed KV; there is no attention-temperature factor."""
+    """Frequency stretching of the layers with a compressed KV; the softmax scale stays as it is."""
 
     factor: float
     beta_fast: float
@@ -116,7 +116,7 @@ class VisionConfig:
 
 
 def check_identity(raw: Mapping[str, object]) -> list[str]:
-    """Return the problems of the model type and the architecture: whether this is our model at all."""
+    """Return the problems of the model type and architecture: whether it is our model at all."""
     problems: list[str] = []
     top = Section(raw, "", problems)
     top.expect("model_type", MODEL_TYPE)
@@ -125,7 +125,7 @@ def check_identity(raw: Mapping[str, object]) -> list[str]:
 
 
 def read_model_json(raw: Mapping[str, object], problems: list[str]) -> dict[str, object]:
-    """Return the good values by the field names of ModelConfig, and add a line to `problems` for each bad one."""
+    """Return the good values by field name of ModelConfig; note the bad ones in `problems`."""
     values: dict[str, object] = {}
     top = Section(raw, "", problems)
     _read_top(top, values)
@@ -262,7 +262,7 @@ def _temperatures(given: object) -> tuple[float, ...] | None:
 
 
 def _read_rope(text: Section, values: dict[str, object]) -> None:
-    """Read both frequency tables: flat keys, or `rope_scaling` with `main` and `compress` objects inside."""
+    """Read both frequency tables: flat keys, or `main` and `compress` objects in `rope_scaling`."""
     name = "rope_scaling"
     if text.has("rope_parameters") and not text.has("rope_scaling"):
         name = "rope_parameters"
@@ -328,7 +328,7 @@ def _read_yarn(part: Section, values: dict[str, object]) -> None:
 
 
 def _read_vision(part: Section) -> VisionConfig | None:
-    """Read `vision_config`; None when it has no tower. Its keys are optional then, yet checked where present."""
+    """Read `vision_config`; None without a tower: its keys are optional then, but still checked."""
     depth = part.take_int("num_hidden_layers", low=0)
     sizes: dict[str, int] = {}
     for key in _VISION_SIZES:

@@ -1,8 +1,8 @@
 """What the values of a model config must satisfy among each other (pure).
 
-Each rule yields one line per problem and stops silently where a value that it needs is missing or bad. Limits of particular
-kernels are not checked here: they belong to the contract of the kernel that has them. Source: weights specification, 1.4;
-backbone specification, 3.1 and 5.4.
+Each rule yields one line per problem and stops silently where a value that it needs is missing or
+bad. Limits of particular kernels are not checked here: they belong to the contract of the kernel
+that has them. Source: weights specification, 1.4; backbone specification, 3.1 and 5.4.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _rule_ratios(v: Values) -> Iterator[str]:
 
 
 def _rule_sources(v: Values) -> Iterator[str]:
-    """Sources are sorted backbone layers with a compressed KV, and every such layer has one of its own ratio."""
+    """Sources are sorted layers with a compressed KV; every such layer has one of its ratio."""
     ratios = v.many("compress_ratios")[: v.one("num_hidden_layers")]
     kv, index = v.many("kv_source_layer_ids"), v.many("index_source_layer_ids")
     sound = True
