@@ -1,0 +1,1 @@
+"""The model: the reference that defines it and the fast path that the engine runs."""
