@@ -1,0 +1,101 @@
+"""Muon for the matrices, Adam for the rest; both hold their state in flat dicts that are easy to save."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from demo.model import Params
+
+_NS = (3.4445, -4.7750, 2.0315)
+
+
+def is_matrix(name: str) -> bool:
+    """Whether Muon updates this parameter: the large projections of attention, experts, Engram and drafts."""
+    if name.endswith(("experts.w1", "experts.w2", "experts.w3")):
+        return True
+    if "indexer" in name or not name.endswith(".weight"):
+        return False
+    keys = ("attn.wq_", "attn.wkv", "attn.wo_", "compressor.w", "shared_experts", "engram.wkv", "main_proj")
+    return any(k in name for k in keys)
+
+
+def orthogonalize(g: Tensor) -> Tensor:
+    """Return an approximate orthogonal factor of every matrix in g [n, a, b] by Newton-Schulz steps in bf16."""
+    x = g.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    a, b, c = _NS
+    for _ in range(5):
+        s = x @ x.mT
+        x = a * x + (b * s + c * s @ s) @ x
+    return x.mT if tall else x
+
+
+class Optimizer:
+    """One step of Muon and Adam over a dict of parameters.
+
+    `step(lr)` scales both learning rates by `lr`; gradients are consumed. Router biases have no gradient.
+    """
+
+    def __init__(
+        self, params: Params, groups: int, muon_lr: float = 0.02, adam_lr: float = 3e-3, weight_decay: float = 0.1
+    ) -> None:
+        self.params, self.groups = params, groups
+        self.muon_lr, self.adam_lr, self.weight_decay = muon_lr, adam_lr, weight_decay
+        self.momentum = {k: torch.zeros_like(p) for k, p in params.items() if p.requires_grad}
+        self.second = {k: torch.zeros_like(p) for k, p in params.items() if p.requires_grad and not is_matrix(k)}
+        self.count = 0
+        by_shape: dict[tuple[int, ...], list[str]] = {}
+        for name in self.momentum:
+            if is_matrix(name):
+                by_shape.setdefault(tuple(self._matrices(name, params[name]).shape), []).append(name)
+        self.stacks = list(by_shape.values())
+        self.adam = [k for k in self.momentum if not is_matrix(k)]
+
+    def _matrices(self, name: str, p: Tensor) -> Tensor:
+        if p.ndim == 3:
+            return p
+        if name.endswith("wo_a.weight"):
+            return p.unflatten(0, (self.groups, -1))
+        return p[None]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update every parameter from its gradient and clear the gradients."""
+        self.count += 1
+        grads = {k: self.params[k].grad for k in self.momentum}
+        names = [k for k in self.momentum if is_matrix(k)]
+        if names:
+            moments = [self.momentum[k] for k in names]
+            gs = [grads[k] if grads[k] is not None else torch.zeros_like(self.params[k]) for k in names]
+            torch._foreach_lerp_(moments, gs, 0.05)
+            torch._foreach_lerp_(gs, moments, 0.95)
+            blended = dict(zip(names, gs, strict=True))
+            for stack in self.stacks:
+                g = torch.cat([self._matrices(k, blended[k]) for k in stack])
+                rows, cols = g.shape[-2:]
+                update = orthogonalize(g).float() * (max(1.0, rows / cols) ** 0.5)
+                first = 0
+                for k in stack:
+                    p = self._matrices(k, self.params[k])
+                    part = update[first : first + len(p)]
+                    first += len(p)
+                    p.mul_(1 - lr * self.muon_lr * self.weight_decay).add_(part, alpha=-lr * self.muon_lr)
+        b1, b2 = 0.9, 0.95
+        names = [k for k in self.adam if grads[k] is not None]
+        if names:
+            ps, gs = [self.params[k] for k in names], [grads[k] for k in names]
+            m, v = [self.momentum[k] for k in names], [self.second[k] for k in names]
+            torch._foreach_lerp_(m, gs, 1 - b1)
+            torch._foreach_mul_(v, b2)
+            torch._foreach_addcmul_(v, gs, gs, 1 - b2)
+            scale = lr * self.adam_lr / (1 - b1**self.count)
+            denominator = torch._foreach_div(v, 1 - b2**self.count)
+            torch._foreach_sqrt_(denominator)
+            torch._foreach_add_(denominator, 1e-10)
+            torch._foreach_addcdiv_(ps, m, denominator, -scale)
+        for p in self.params.values():
+            p.grad = None

@@ -1,0 +1,132 @@
+"""Rows of tokens for training and evaluation.
+
+A row holds `length + 1` ids. Natural text is cut anywhere (every piece starts with BOS, as a prompt would); generated
+documents stay whole, because a retrieval task without its facts teaches the wrong thing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+
+import numpy as np
+
+from demo.tokens import CATEGORIES
+
+BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
+_CUT_ANYWHERE = (0, 1)  # natural, wordnet
+
+
+class Corpus:
+    """The token ids of every document, opened once."""
+
+    def __init__(self, path: Path) -> None:
+        data = np.load(path)
+        self.ids: np.ndarray = data["ids"]
+        self.lengths: np.ndarray = data["lengths"]
+        self.bytes: np.ndarray = data["bytes"]
+        self.categories: np.ndarray = data["categories"]
+        self.starts = np.cumsum(self.lengths) - self.lengths
+
+    def document(self, index: int) -> np.ndarray:
+        """Return the ids of one document, BOS and EOS included."""
+        return self.ids[self.starts[index] : self.starts[index] + self.lengths[index]]
+
+
+def epoch(corpus: Corpus, length: int, generated_share: float, seed: int) -> np.ndarray:
+    """Return the rows of one pass over the natural text, mixed with generated documents, uint16 [R, length + 1]."""
+    rng = np.random.default_rng(seed)
+    width = length + 1
+    pieces: list[tuple[bool, int, int, bool]] = []  # splittable, start, count, wants BOS
+    natural = 0
+    for index in np.flatnonzero(np.isin(corpus.categories, _CUT_ANYWHERE)):
+        start, count = int(corpus.starts[index]), int(corpus.lengths[index])
+        natural += count
+        cut = int(rng.integers(1, length))
+        edges = [0, *range(cut, count, length), count] if count > cut else [0, count]
+        pieces += [(True, start + a, b - a, a > 0) for a, b in zip(edges, edges[1:], strict=False)]
+    wanted = natural * generated_share / (1 - generated_share)
+    others = np.flatnonzero(~np.isin(corpus.categories, _CUT_ANYWHERE) & (corpus.lengths <= length))
+    rng.shuffle(others)
+    for index in others[: int(np.searchsorted(np.cumsum(corpus.lengths[others]), wanted)) + 1]:
+        pieces.append((False, int(corpus.starts[index]), int(corpus.lengths[index]), False))
+    order = rng.permutation(len(pieces))
+    queue = deque(pieces[i] for i in order)
+    aside: deque[tuple[bool, int, int, bool]] = deque()
+    rows: list[np.ndarray] = []
+    row = np.full(width, PAD_ID, np.uint16)
+    used = 0
+    while queue or aside:
+        piece = aside.popleft() if aside and (used == 0 or not queue) else queue.popleft()
+        splittable, start, count, bos = piece
+        size = count + bos
+        if size > width - used:
+            if not splittable and used:
+                if not queue and used:
+                    rows.append(row)
+                    row, used = np.full(width, PAD_ID, np.uint16), 0
+                    aside.appendleft(piece)
+                else:
+                    aside.append(piece)
+                continue
+            take = width - used - bos
+            if take > 1:
+                if count - take > 8:
+                    queue.append((True, start + take, count - take, True))
+                count = take
+                size = count + bos
+            else:
+                queue.append(piece)
+                size = 0
+        if size:
+            if bos:
+                row[used] = BOS_ID
+            row[used + bos : used + size] = corpus.ids[start : start + count]
+            used += size
+        if used >= width - 8 or size == 0:
+            rows.append(row)
+            row, used = np.full(width, PAD_ID, np.uint16), 0
+    out = np.stack(rows)
+    return out[rng.permutation(len(out))]
+
+
+def batches(corpus: Corpus, length: int, rows: int, generated_share: float, seed: int, skip: int) -> Iterator[np.ndarray]:
+    """Yield endless batches [rows, length + 1], the first `skip` left out; epochs are made in a thread."""
+    queue: Queue[np.ndarray] = Queue(maxsize=2)
+
+    def produce() -> None:
+        number = 0
+        while True:
+            queue.put(epoch(corpus, length, generated_share, seed + number))
+            number += 1
+
+    threading.Thread(target=produce, daemon=True).start()
+    while True:
+        everything = queue.get()
+        for first in range(0, len(everything) - rows + 1, rows):
+            if skip > 0:
+                skip -= 1
+                continue
+            yield everything[first : first + rows]
+
+
+def evaluation_rows(corpus: Corpus, category: str, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return (ids [R, length + 1], counted targets [R, length] bool, bytes of text).
+
+    Documents are cut into runs of at most `length` tokens, each after a BOS; EOS is fed but not counted.
+    """
+    rows, counted, size = [], [], 0
+    for index in np.flatnonzero(corpus.categories == CATEGORIES.index(category)):
+        ids = corpus.document(int(index))[1:]
+        size += int(corpus.bytes[index])
+        for first in range(0, len(ids), length):
+            part = ids[first : first + length]
+            row = np.full(length + 1, PAD_ID, np.uint16)
+            row[0] = BOS_ID
+            row[1 : 1 + len(part)] = part
+            rows.append(row)
+            counted.append((np.arange(length) < len(part)) & (row[1:] != EOS_ID))
+    return np.stack(rows), np.stack(counted), size

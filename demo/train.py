@@ -1,0 +1,249 @@
+"""Train the backbone of the demonstration model.
+
+`python -m demo.train --steps N` runs or resumes: the checkpoint in `--state` holds parameters, step and, unless
+`--light`, the optimizer's moments. Progress goes to `log.jsonl` in `--out`. On a CPU the same code runs slowly with
+`--cpu` (dense attention, nothing compiled).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from demo.model import Backbone, Params, Shape, init_backbone
+from demo.optim import Optimizer
+from demo.rows import Corpus, batches, evaluation_rows
+
+PROBES = 96
+
+
+def save_parts(state: dict[str, Tensor], folder: Path, stem: str, limit: int = 15 << 20) -> None:
+    """Write a dict of tensors as numbered files of at most `limit` bytes each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part: dict[str, Tensor] = {}
+    size = number = 0
+    for name, tensor in state.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if part and size + tensor.nbytes > limit:
+            torch.save(part, folder / f"{stem}-{number}.pt")
+            part, size, number = {}, 0, number + 1
+        part[name] = tensor.clone()
+        size += tensor.nbytes
+    torch.save(part, folder / f"{stem}-{number}.pt")
+
+
+def load_parts(folder: Path, stem: str) -> dict[str, Tensor]:
+    """Read what `save_parts` wrote; empty when there is nothing."""
+    state: dict[str, Tensor] = {}
+    for path in sorted(folder.glob(f"{stem}-*.pt")):
+        state |= torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def schedule(step: int, steps: int, since_start: int) -> float:
+    """Warm up, stay, then fall linearly over the last half."""
+    progress = step / steps
+    factor = 1.0 if progress < 0.45 else max(0.0, (1 - progress) / 0.55)
+    return min(1.0, (since_start + 1) / 100) * factor
+
+
+def evaluate(
+    model: Backbone, params: Params, corpus: Corpus, category: str, batch: int, limit: int, **options: Any
+) -> dict[str, Any]:
+    """Return bits per byte and token accuracy on a category, expert loads, and code accuracy for needles.
+
+    Gradients stay enabled, so that the compiled functions of training serve here too.
+    """
+    ids, counted, size = evaluation_rows(corpus, category, model.length)
+    full = len(ids)
+    keep = min(limit, full) if limit else full
+    losses: list[Tensor] = []
+    right: list[Tensor] = []
+    loads: Tensor | float = 0.0
+    for first in range(0, keep, batch):
+        part = np.full((batch, model.length + 1), 2, np.int64)
+        chosen = ids[first : min(first + batch, keep)]
+        part[: len(chosen)] = chosen
+        rows = torch.from_numpy(part).to(model.device)
+        out = model(params, rows[:, :-1].contiguous(), qat=options.get("qat", True), sparse=options.get("sparse", True),
+                    random_choice=options.get("random_choice", False))  # fmt: skip
+        hidden, targets = out["hidden"].detach().flatten(0, 1), rows[:, 1:].reshape(-1)
+        loss = model.loss(hidden.requires_grad_(hidden.is_cuda), params["head.weight"], targets).detach()
+        hits = (torch.nn.functional.linear(hidden, params["head.weight"].bfloat16()).argmax(-1) == targets).float()
+        losses.append(loss.view(batch, -1)[: len(chosen)].float().cpu())
+        right.append(hits.detach().view(batch, -1)[: len(chosen)].cpu())
+        loads = loads + out["loads"].detach()
+        del out
+    loss, hits = torch.cat(losses).double().numpy(), torch.cat(right).numpy()
+    mask = counted[:keep]
+    share = mask.sum() / counted.sum()
+    result: dict[str, Any] = {
+        "bits_per_byte": float((loss * mask).sum() / math.log(2) / (size * share)),
+        "token_accuracy": float((hits * mask).sum() / mask.sum()),
+    }
+    if category == "needle":
+        result |= code_accuracy(ids[:keep], hits)
+    assert isinstance(loads, Tensor)
+    fair = loads / loads.mean(-1, keepdim=True)
+    result["load_min"], result["load_max"] = float(fair.min()), float(fair.max())
+    return result
+
+
+DIGIT_IDS: list[int] = []
+
+
+def code_accuracy(ids: np.ndarray, hits: np.ndarray) -> dict[str, float]:
+    """Return the share of four-digit codes of which every digit was predicted, by distance to their first mention."""
+    digits = set(DIGIT_IDS)
+    buckets: dict[str, list[bool]] = {}
+    for row, hit in zip(ids, hits, strict=True):
+        seen: dict[tuple[int, ...], int] = {}
+        i = 1
+        while i < len(row) - 4:
+            code = tuple(int(t) for t in row[i : i + 4])
+            if all(t in digits for t in code) and int(row[i - 1]) not in digits and int(row[i + 4]) not in digits:
+                if code in seen:
+                    distance = i - seen[code]
+                    name = next(f"<{b}" for b in (128, 256, 512, 1024, 4096) if distance < b)
+                    buckets.setdefault(name, []).append(bool(hit[i - 1 : i + 3].all()))
+                else:
+                    seen[code] = i
+                i += 4
+            else:
+                i += 1
+    result = {f"codes{k}": float(np.mean(v)) for k, v in sorted(buckets.items())}
+    result |= {f"codes{k}_n": float(len(v)) for k, v in sorted(buckets.items())}
+    return result
+
+
+def load_inputs(work: Path) -> tuple[Shape, dict[str, Tensor], Corpus, Corpus]:
+    """Return (shape, Engram constants, training corpus, held-out corpus)."""
+    folder = work / "tokens"
+    shape = Shape(json.loads((folder / "config.json").read_text())["text_config"])
+    constants = {k: torch.from_numpy(v) for k, v in np.load(folder / "constants.npz").items()}
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    DIGIT_IDS[:] = [vocabulary[str(d)] for d in range(10)]
+    return shape, constants, Corpus(folder / "tokens.npz"), Corpus(folder / "eval.npz")
+
+
+def main() -> None:
+    """Train, evaluate, save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path(".carry"))
+    parser.add_argument("--state", type=Path, default=Path(".carry/state"), help="folder to resume from")
+    parser.add_argument("--out", type=Path, default=Path(".carry/state"), help="folder for the checkpoint and the log")
+    parser.add_argument("--steps", type=int, default=9000, help="length of the whole schedule")
+    parser.add_argument("--stop-after", type=float, default=1e9, help="seconds after which to save and leave")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--sparse-from", type=float, default=0.12, help="share of the steps before selection starts")
+    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--adam-lr", type=float, default=3e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--generated-share", type=float, default=0.25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--light", action="store_true", help="save no optimizer moments")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--eval-every", type=int, default=500)
+    parser.add_argument("--eval-rows", type=int, default=64)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    began = time.time()
+    device = torch.device("cpu" if args.cpu else "cuda")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch._dynamo.config.recompile_limit = 64
+    shape, constants, corpus, held = load_inputs(args.work)
+    state = load_parts(args.state, "backbone")
+    step = int(state.pop("step")) if state else 0
+    params = state or init_backbone(shape, args.seed)
+    params = {k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias")) for k, v in params.items()}
+    optimizer = Optimizer(params, shape.o_groups, args.muon_lr, args.adam_lr, args.weight_decay)
+    moments = load_parts(args.state, "moments")
+    if moments:
+        optimizer.count = step
+        for name, value in moments.items():
+            kind, key = name.split("/", 1)
+            getattr(optimizer, kind)[key].copy_(value)
+    model = Backbone(shape, constants, args.length, device, not args.cpu, not args.cpu)
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = (args.out / "log.jsonl").open("a")
+    generator = torch.Generator(device=device).manual_seed(args.seed + step)
+
+    def report(**values: Any) -> None:
+        line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in values.items()})
+        print(line, flush=True)
+        log.write(line + "\n")
+        log.flush()
+
+    first = step
+    ring: list[Tensor] = []
+    mark = time.time()
+    profiler = None
+    for raw in batches(corpus, args.length, args.batch, args.generated_share, args.seed * 1000, step):
+        if step >= args.steps or time.time() - began > args.stop_after:
+            break
+        rows = torch.from_numpy(raw.astype(np.int64)).pin_memory().to(device, non_blocking=True) if not args.cpu else (
+            torch.from_numpy(raw.astype(np.int64))
+        )
+        sparse = step >= args.sparse_from * args.steps
+        lr = schedule(step, args.steps, step - (0 if moments else first))
+        probes = torch.randint(0, args.length, (PROBES,), device=device, generator=generator)
+        out = model(params, rows[:, :-1].contiguous(), sparse=sparse, qat=True, probes=probes)
+        targets = rows[:, 1:].reshape(-1)
+        weights = (targets != 2).float()
+        loss = (model.loss(out["hidden"].flatten(0, 1), params["head.weight"], targets) * weights).sum() / weights.sum()
+        (loss + out["index_loss"]).backward()
+        optimizer.step(lr)
+        with torch.no_grad():
+            load = out["loads"]
+            rate = 2e-3 * min(1.0, 2 * lr)
+            names = [f"layers.{i}.ffn.gate.bias" for i in range(load.shape[0])]
+            change = torch.sign(load.mean(-1, keepdim=True) - load) * rate
+            torch._foreach_add_([params[n] for n in names], list(change))
+        ring.append(torch.stack([loss.detach(), out["index_loss"].detach(), out["recall"].mean()]))
+        step += 1
+        if args.profile and step - first == 12:
+            torch.cuda.synchronize()
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            profiler.__enter__()
+        if profiler is not None and step - first == 15:
+            torch.cuda.synchronize()
+            profiler.__exit__(None, None, None)
+            print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=70))
+            profiler = None
+        if step % 50 == 0 or step - first == 10:
+            values = torch.stack(ring).mean(0).tolist()
+            seconds = time.time() - mark
+            report(step=step, loss=values[0], index_loss=values[1], recall=values[2], lr=lr, seconds=time.time() - began,
+                   tokens_per_second=int(len(ring) * rows[:, 1:].numel() / seconds))  # fmt: skip
+            ring, mark = [], time.time()
+        if step % args.eval_every == 0:
+            for category in ("natural", "json_chat", "needle"):
+                found = evaluate(model, params, held, category, args.batch, args.eval_rows, sparse=sparse)
+                report(step=step, evaluated=category, sparse=sparse, **found)
+            mark = time.time()
+    save_parts({k: v for k, v in params.items()} | {"step": torch.tensor(step)}, args.out, "backbone")
+    if not args.light:
+        flat = {f"momentum/{k}": v for k, v in optimizer.momentum.items()}
+        save_parts(flat | {f"second/{k}": v for k, v in optimizer.second.items()}, args.out, "moments")
+    if step >= args.steps or args.profile:
+        for category in ("natural", "wordnet", "json", "json_chat", "tool_chat", "arithmetic", "copy", "needle", "gloss_chat"):
+            report(step=step, evaluated=category, final=True, **evaluate(model, params, held, category, args.batch, 0))
+        random = evaluate(model, params, held, "needle", args.batch, 0, random_choice=True)
+        report(step=step, evaluated="needle", choice="random", **random)
+        exact = Backbone(shape, constants, args.length, device, False, not args.cpu)
+        with torch.no_grad():
+            report(step=step, evaluated="natural", qat=False, **evaluate(exact, params, held, "natural", args.batch, 0, qat=False))
+    report(step=step, done=True, seconds=time.time() - began)
+
+
+if __name__ == "__main__":
+    main()
