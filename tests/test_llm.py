@@ -1,15 +1,16 @@
-"""LLM over a toy device: inputs of every kind, one completion each, streams, cancels, interrupts, close."""
+"""LLM over a toy device: inputs of every kind, one completion each, streams, cancels, Ctrl-C."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from toy import BLOCK, ToyRunner, expected_tokens
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_model_config, resolve_model
@@ -20,9 +21,6 @@ from deepinfer.engine.scheduler import Limits
 from deepinfer.engine.sizing import Sizes
 from deepinfer.errors import ConfigError, RequestError, UnsupportedError
 from deepinfer.llm import LLM, Interrupted, Progress
-
-sys.path.insert(0, str(Path(__file__).parent / "engine"))
-from toy import BLOCK, ToyRunner, expected_tokens
 
 VOCAB = 288
 MAX_LEN = 60
@@ -94,7 +92,9 @@ def llm() -> Iterator[ToyLLM]:
 
 
 def expected(prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    request = Request(request_id=0, prompt_token_ids=tuple(prompt), params=params, seed=params.seed or 0)
+    request = Request(
+        request_id=0, prompt_token_ids=tuple(prompt), params=params, seed=params.seed or 0
+    )
     return expected_tokens(request, MAX_LEN)
 
 
@@ -215,7 +215,9 @@ def test_ids_alone() -> None:
 
 def test_params_that_do_not_fit_the_model(llm: ToyLLM) -> None:
     results = llm.generate([[5], [6]], [SamplingParams(stop_token_ids=[VOCAB]), PARAMS])
-    assert results[0].finish_reason == "invalid_request" and "stop_token_ids" in (results[0].error or "")
+    assert results[0].finish_reason == "invalid_request" and "stop_token_ids" in (
+        results[0].error or ""
+    )
     assert results[1].error is None
     nothing = SamplingParams(min_tokens=1, stop_token_ids=range(VOCAB))
     assert "no token" in (llm.generate([5], nothing)[0].error or "")
@@ -285,7 +287,7 @@ def test_many_more_prompts_than_slots(llm: ToyLLM) -> None:
     results = llm.generate(prompts, PARAMS, progress=seen.append)
     assert [list(r.token_ids) for r in results] == [expected(p, PARAMS) for p in prompts]
     assert seen[-1] == Progress(50, 50, sum(len(r.token_ids) for r in results))
-    assert all(a.num_finished <= b.num_finished for a, b in zip(seen, seen[1:], strict=False))
+    assert all(a.num_finished <= b.num_finished for a, b in pairwise(seen))
 
 
 def test_a_broken_progress_callback_does_not_stop_the_run(llm: ToyLLM) -> None:
@@ -361,7 +363,12 @@ def test_close_any_number_of_times() -> None:
     llm.close()
     llm.close()
     assert not llm.has_work
-    for call in (lambda: llm.generate([5]), lambda: llm.stream([5]), llm.step, lambda: llm.submit([5])):
+    for call in (
+        lambda: llm.generate([5]),
+        lambda: llm.stream([5]),
+        llm.step,
+        lambda: llm.submit([5]),
+    ):
         with pytest.raises(UnsupportedError, match="closed"):
             call()
 

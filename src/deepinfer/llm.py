@@ -1,7 +1,7 @@
-"""LLM: the public engine. Builds the parts from a config, joins them, and turns calls into requests.
+"""LLM: the public engine. Builds the parts from a config, joins them, turns calls into requests.
 
-Owns request ids, seeds, text in and out, and who gets which completion. What runs when is the scheduler's matter. One LLM
-serves one thread.
+Owns request ids, seeds, text in and out, and who gets which completion. What runs when is the
+scheduler's matter. One LLM serves one thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from deepinfer.engine.runner import Runner
 from deepinfer.engine.scheduler import Limits, Scheduler
 from deepinfer.engine.sizing import Sizes, max_rollback, resolve_sizes
 from deepinfer.engine.text import TextStream
-from deepinfer.errors import RequestError, TokenizerError, UnsupportedError
+from deepinfer.errors import ConfigError, TokenizerError, UnsupportedError
 from deepinfer.model.fast.model import FastModel
 from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.reader import Checkpoint
@@ -57,7 +57,8 @@ _log = logging.getLogger(__name__)
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during `generate`. The engine stays usable.
 
-    completions  one per input, in order; what had not finished ends with `abort` and holds the tokens it had
+    completions  one per input, in order; what had not finished ends with `abort` and holds the
+                 tokens it had
     """
 
     def __init__(self, completions: Sequence[Completion]) -> None:
@@ -112,8 +113,8 @@ class LLM:
 
     model    checkpoint folder, or `demo` for the packaged one
     device   `auto`, `cpu`, `cuda` or `cuda:N`
-    config   an EngineConfig, or a mapping of dotted keys (`{"scheduling.max_num_seqs": 8}`); a mapping or None also takes
-             what the environment sets
+    config   an EngineConfig, or a mapping of dotted keys (`{"scheduling.max_num_seqs": 8}`); a
+             mapping or None also takes what the environment sets
     Raises ConfigError, CheckpointError, TokenizerError, CacheError or UnsupportedError.
 
         with LLM("demo") as llm:
@@ -147,15 +148,15 @@ class LLM:
         banned = config.sampling.banned_token_ids
         outside = [i for i in banned if i >= model_config.vocab_size]
         if outside:
-            raise RequestError(
+            raise ConfigError(
                 f"sampling.banned_token_ids holds {outside[0]}, outside the vocabulary "
                 f"0..{model_config.vocab_size - 1}"
             )
         token_map = load_token_map(self.path, model_config)
         if model_config.engram_layer_ids and token_map is None:
             raise TokenizerError(
-                f"{self.path} has Engram layers, which need its tokenizer.json or the cached token map: "
-                "put tokenizer.json into the folder"
+                f"{self.path} has Engram layers, which need its tokenizer.json or the cached "
+                "token map: put tokenizer.json into the folder"
             )
         checkpoint = Checkpoint.open(self.path)
         model = FastModel.load(
@@ -181,7 +182,7 @@ class LLM:
         return runner, sizes
 
     def _start(self, executor: Executor) -> None:
-        """Join scheduler and executor; everything above the executor is the same whatever runs the steps."""
+        """Join scheduler and executor; nothing above the executor knows what runs the steps."""
         sizes, config = self.sizes, self.config
         limits = Limits(
             max_num_seqs=config.scheduling.max_num_seqs,
@@ -218,10 +219,11 @@ class LLM:
         """Complete every prompt and return one Completion per input, in input order.
 
         prompts          a text, a run of token ids, or a list of these (lists or integer arrays)
-        sampling_params  one for all, or one for each; one `seed` is kept for each, no seed draws a fresh one for each
+        sampling_params  one for all, or one for each; one `seed` is kept for each, no seed draws a
+                         fresh one for each
         progress         called after every step; what it raises is logged
-        A prompt that cannot run has a completion with `error` set, and the others run. Raises RequestError when the arguments
-        as a whole do not fit together, and Interrupted on Ctrl-C.
+        A prompt that cannot run has a completion with `error` set, and the others run. Raises
+        RequestError when the arguments as a whole do not fit together, and Interrupted on Ctrl-C.
         """
         loop = self._open_loop()
         entries = split_prompts(prompts)
@@ -237,9 +239,7 @@ class LLM:
                 self._collect(loop.step(), first_id, done)
                 self._tell(
                     progress,
-                    Progress(
-                        len(done), len(entries), loop.scheduler.num_generated - start_tokens
-                    ),
+                    Progress(len(done), len(entries), loop.scheduler.num_generated - start_tokens),
                 )
         except KeyboardInterrupt:
             interrupted = True
@@ -249,7 +249,9 @@ class LLM:
             self._collect(loop.take_finished(), first_id, done)
         results = [done.get(first_id + index) for index in range(len(entries))]
         if interrupted:
-            raise Interrupted([r or self._never_started(i) for i, r in enumerate(results)]) from None
+            raise Interrupted(
+                [r or self._never_started(i) for i, r in enumerate(results)]
+            ) from None
         return [result for result in results if result is not None]
 
     def stream(
@@ -257,9 +259,10 @@ class LLM:
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Chunk]:
-        """Complete every prompt, yielding what each step adds to each; the last chunk of a prompt carries its completion.
+        """Complete every prompt, yielding what each step adds to each.
 
-        Leaving the iterator early cancels what is unfinished. Arguments and errors as in `generate`.
+        The last chunk of a prompt carries its completion. Leaving the iterator early cancels what
+        is unfinished. Arguments and errors as in `generate`.
         """
         self._open_loop()
         entries = split_prompts(prompts)
@@ -283,13 +286,16 @@ class LLM:
             loop.take_chunks(mine)
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt and return its request id; its completion comes out of `step`, also when it cannot run."""
+        """Queue one prompt and return its request id.
+
+        Its completion comes out of `step`, also when it cannot run.
+        """
         self._open_loop()
         (params,) = match_params(sampling_params, 1)
         return self._submit(0, prompt, params, streams=False)
 
     def step(self) -> list[Completion]:
-        """Run one step over everything submitted and return what has finished since the last call."""
+        """Run one step over everything submitted; return what has finished since the last call."""
         loop = self._open_loop()
         finished = self._texts(loop.step())
         finished, self._outbox = self._outbox + finished, []
@@ -301,11 +307,11 @@ class LLM:
         return self._loop is not None and (self._loop.has_work or bool(self._outbox))
 
     def cancel(self, request_id: int) -> bool:
-        """End a submitted request with reason `abort`; return whether it was still running or waiting."""
+        """End a submitted request with reason `abort`; return whether it was unfinished."""
         return self._open_loop().cancel(request_id)
 
     def close(self) -> None:
-        """Drop unfinished requests, weights and caches. Any number of calls does the same as one."""
+        """Drop unfinished requests, weights and caches; closing again does nothing."""
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.stop()
@@ -369,9 +375,7 @@ class LLM:
         vocab_size = self.model_config.vocab_size
         problems = params.ids_out_of(vocab_size)
         if params.stop_strings and self.tokenizer is None:
-            problems.append(
-                "stop strings need the checkpoint's tokenizer.json: use stop_token_ids"
-            )
+            problems.append("stop strings need the checkpoint's tokenizer.json: use stop_token_ids")
         never = set(self.config.sampling.banned_token_ids)
         if params.min_tokens:
             never |= {*params.stop_ids, self.model_config.eos_token_id}

@@ -29,7 +29,10 @@ def test_misuse_is_an_assertion() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(num_blocks=st.integers(2, 12), moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=40))
+@given(
+    num_blocks=st.integers(2, 12),
+    moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=40),
+)
 def test_any_use(num_blocks: int, moves: list[tuple[int, int]]) -> None:
     pool = BlockPool(num_blocks)
     held: list[list[int]] = []

@@ -72,7 +72,11 @@ def test_unknown_fields_are_refused() -> None:
 
 def test_canonical_form() -> None:
     params = SamplingParams(
-        max_tokens=0, stop="x", stop_token_ids=np.array([3, 4]), seed=-1, logit_bias={np.int64(2): 1}
+        max_tokens=0,
+        stop="x",
+        stop_token_ids=np.array([3, 4]),
+        seed=-1,
+        logit_bias={np.int64(2): 1},
     )
     assert params.max_tokens == 1
     assert params.stop_strings == ("x",) and params.stop_ids == (3, 4)

@@ -1,4 +1,4 @@
-"""Scheduler: every request ends, budgets are kept, nothing leaks, and the tokens are those of a lone run."""
+"""Scheduler: every request ends, budgets are kept, nothing leaks, tokens as in a lone run."""
 
 from __future__ import annotations
 
@@ -118,7 +118,13 @@ def test_fixed_chunks_depend_on_the_request_alone() -> None:
     alone = Toy(toy_limits())
     drive(alone, [toy_request(9, 29, max_tokens=2)])
     crowd = Toy(toy_limits(), num_blocks=40)
-    drive(crowd, [*(toy_request(i, 5 + i, max_tokens=3) for i in range(4)), toy_request(9, 29, max_tokens=2)])
+    drive(
+        crowd,
+        [
+            *(toy_request(i, 5 + i, max_tokens=3) for i in range(4)),
+            toy_request(9, 29, max_tokens=2),
+        ],
+    )
     assert chunks(alone, 9) == [(0, 8), (8, 8), (16, 8), (24, 5)]
     assert chunks(crowd, 9) == chunks(alone, 9)
 
@@ -142,7 +148,9 @@ def test_numerical_error_ends_one_request_only() -> None:
 
 
 def test_neither_prefill_nor_decode_starves() -> None:
-    limits = toy_limits(max_num_seqs=8, max_prefill_wait_steps=5, max_decode_wait_steps=2, eos_token_id=-1)
+    limits = toy_limits(
+        max_num_seqs=8, max_prefill_wait_steps=5, max_decode_wait_steps=2, eos_token_id=-1
+    )
     toy = Toy(limits, num_blocks=200)
     toy.scheduler.add(toy_request(0, 2, max_tokens=30))
     for i in range(1, 200):
@@ -160,7 +168,9 @@ def test_neither_prefill_nor_decode_starves() -> None:
 
 
 def test_late_arrival_joins_within_the_wait_limit() -> None:
-    limits = toy_limits(max_num_seqs=30, max_prefill_wait_steps=4, prefill_gain=0.5, eos_token_id=-1)
+    limits = toy_limits(
+        max_num_seqs=30, max_prefill_wait_steps=4, prefill_gain=0.5, eos_token_id=-1
+    )
     toy = Toy(limits, num_blocks=200)
     for i in range(10):
         toy.scheduler.add(toy_request(i, 1, max_tokens=30))
@@ -293,7 +303,13 @@ def test_any_traffic(
             break
     assert set(done) == set(requests), "a request never ended"
     toy.assert_idle()
-    admitted = [r for plan in toy.runner.plans for a in plan.admissions for r in plan.rows if r.slot == a.slot]
+    admitted = [
+        r
+        for plan in toy.runner.plans
+        for a in plan.admissions
+        for r in plan.rows
+        if r.slot == a.slot
+    ]
     order = [row.request_id for row in admitted]
     first_come = sorted(order, key=lambda i: (arrivals[i][0], i))
     assert order == first_come, "admission out of order"
@@ -304,4 +320,7 @@ def test_any_traffic(
         elif completion.finish_reason == FinishReason.ABORT:
             assert list(completion.token_ids) == expected[: len(completion.token_ids)]
         else:
-            assert arrivals[i][1] > 40 or -(-min(arrivals[i][1] + arrivals[i][2], 40) // BLOCK) >= num_blocks
+            assert (
+                arrivals[i][1] > 40
+                or -(-min(arrivals[i][1] + arrivals[i][2], 40) // BLOCK) >= num_blocks
+            )

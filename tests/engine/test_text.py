@@ -1,4 +1,4 @@
-"""TextStream: stop strings across token borders, held-back text, independence of how text arrives."""
+"""TextStream: stop strings across token borders, held-back text, no dependence on pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Pieces:
         return self.rest
 
 
-def run(pieces: list[str], stops: list[str], min_tokens: int = 0, rest: str = "") -> tuple[str, int, list[str]]:
+def run(
+    pieces: list[str], stops: list[str], min_tokens: int = 0, rest: str = ""
+) -> tuple[str, int, list[str]]:
     """Return the final text, how many tokens were used, and the text shown after each step."""
     stream = TextStream(Pieces(pieces, rest), stops, min_tokens)
     shown = []
@@ -75,7 +77,9 @@ def test_min_tokens_delays_stop_strings() -> None:
 
 
 def test_stop_completed_by_the_last_held_bytes() -> None:
-    text, used, _ = run(["a", "b"], ["b\N{REPLACEMENT CHARACTER}"], rest="\N{REPLACEMENT CHARACTER}")
+    text, used, _ = run(
+        ["a", "b"], ["b\N{REPLACEMENT CHARACTER}"], rest="\N{REPLACEMENT CHARACTER}"
+    )
     assert (text, used) == ("a", 2)
 
 
@@ -94,14 +98,23 @@ def naive(text: str, stops: list[str]) -> str:
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
     rest=st.text("ab", max_size=2),
 )
-def test_the_way_text_arrives_does_not_matter(pieces: list[str], stops: list[str], rest: str) -> None:
+def test_the_way_text_arrives_does_not_matter(
+    pieces: list[str], stops: list[str], rest: str
+) -> None:
     whole = naive("".join(pieces) + rest, stops)
     assert run(pieces, stops, rest=rest)[0] == whole
 
 
-@given(text=st.text("abc", max_size=8), stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+@given(
+    text=st.text("abc", max_size=8),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+)
 def test_held_back_is_the_longest_open_stop(text: str, stops: list[str]) -> None:
-    sizes = [n for n in range(len(text) + 1) if any(s != text[len(text) - n :] and s.startswith(text[len(text) - n :]) for s in stops)]
+    sizes = [
+        n
+        for n in range(len(text) + 1)
+        if any(s != text[len(text) - n :] and s.startswith(text[len(text) - n :]) for s in stops)
+    ]
     assert held_back(text, stops) == max(sizes, default=0)
 
 

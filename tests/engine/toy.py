@@ -1,6 +1,8 @@
-"""A toy device: the next token is a hash of all earlier tokens, read back through block tables and slots.
+"""A toy device: the next token is a hash of all earlier tokens, read back through block tables and
+slots.
 
-A wrong table, slot, start or chunk changes the tokens, so comparing with `expected_tokens` catches it.
+A wrong table, slot, start or chunk changes the tokens, so comparing with `expected_tokens` catches
+it.
 """
 
 from __future__ import annotations

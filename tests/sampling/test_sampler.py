@@ -1,4 +1,4 @@
-"""Sampler: distributions, filters and their ties, masks, logprobs, and rows that ignore their batch."""
+"""Sampler: distributions, filters and their ties, masks, logprobs, rows alone and in batches."""
 
 from __future__ import annotations
 
@@ -112,19 +112,25 @@ def test_ties_go_to_the_lower_id() -> None:
     assert greedy.sample(flat, [1], [0]).token_ids.tolist() == [5]
 
 
-@given(values=st.lists(st.floats(-1e6, 1e6, width=32) | st.sampled_from([0.0, -0.0, -math.inf]), min_size=1, max_size=20))
+@given(
+    values=st.lists(
+        st.floats(-1e6, 1e6, width=32) | st.sampled_from([0.0, -0.0, -math.inf]),
+        min_size=1,
+        max_size=20,
+    )
+)
 def test_stable_topk_orders_like_a_sort(values: list[float]) -> None:
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     assert stable_topk(torch.tensor([values]), len(values))[0].tolist() == order
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
-def test_extreme_rows(seed: int) -> None:
+@pytest.mark.parametrize("draw_seed", [0, 1, 2**63, 2**64 - 1])
+def test_extreme_rows(draw_seed: int) -> None:
     logits = torch.full((3, 8), -50.0)
     logits[0, 3] = 60.0  # one candidate
     logits[1, :] = 0.0
     logits[2, 2] = 1e30
-    sampler = make(8, SlotParams(temperature=1.0, seed=seed))
+    sampler = make(8, SlotParams(temperature=1.0, seed=draw_seed))
     for position in range(40):
         tokens = sampler.sample(logits, [1, 1, 1], [position] * 3).token_ids.tolist()
         assert tokens[0] == 3 and tokens[2] == 2 and 0 <= tokens[1] < 8
@@ -156,7 +162,9 @@ def test_same_draw_at_a_position_whatever_the_order_of_steps() -> None:
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(1))
     sampler = make(30, SlotParams(temperature=1.0, seed=9, top_p=0.9))
     forward = [int(sampler.sample(logits[p : p + 1], [1], [p]).token_ids) for p in range(6)]
-    backward = [int(sampler.sample(logits[p : p + 1], [1], [p]).token_ids) for p in reversed(range(6))]
+    backward = [
+        int(sampler.sample(logits[p : p + 1], [1], [p]).token_ids) for p in reversed(range(6))
+    ]
     assert forward == backward[::-1]
     assert forward == sampler.sample(logits, [1] * 6, range(6)).token_ids.tolist()
 
@@ -165,8 +173,12 @@ MIX = [
     SlotParams(temperature=0.0, logprobs=True),
     SlotParams(temperature=0.7, seed=5, top_p=0.8, logprobs=True, num_top_logprobs=4),
     SlotParams(temperature=1.0, seed=6),
-    SlotParams(temperature=1.3, seed=7, top_k=3, logprobs=True, raw_logprobs=True, num_top_logprobs=2),
-    SlotParams(temperature=0.0, min_tokens=99, ending_ids=(1, 2), logprobs=True, num_top_logprobs=1),
+    SlotParams(
+        temperature=1.3, seed=7, top_k=3, logprobs=True, raw_logprobs=True, num_top_logprobs=2
+    ),
+    SlotParams(
+        temperature=0.0, min_tokens=99, ending_ids=(1, 2), logprobs=True, num_top_logprobs=1
+    ),
     SlotParams(temperature=1.0, seed=8, logit_bias={3: 4.0, 5: -100.0}, logprobs=True),
     SlotParams(temperature=0.9, seed=9, forced_ids=(7, 8, 9), logprobs=True, num_top_logprobs=3),
 ]
@@ -181,12 +193,16 @@ def test_a_row_alone_equals_the_row_in_any_batch(vocab_size: int) -> None:
     slots = [1 + i % len(MIX) for i in range(n)]
     positions = [i % 5 for i in range(n)]
     whole = sampler.sample(logits, slots, positions)
-    assert whole.logprobs is not None and whole.top_ids is not None and whole.top_logprobs is not None
+    assert (
+        whole.logprobs is not None and whole.top_ids is not None and whole.top_logprobs is not None
+    )
     order = torch.randperm(n, generator=generator).tolist()
     for size in (1, 3, 17):
         for begin in range(0, n, size):
             part = order[begin : begin + size]
-            got = sampler.sample(logits[part], [slots[i] for i in part], [positions[i] for i in part])
+            got = sampler.sample(
+                logits[part], [slots[i] for i in part], [positions[i] for i in part]
+            )
             for row, i in enumerate(part):
                 params = MIX[slots[i] - 1]
                 assert got.token_ids[row] == whole.token_ids[i]
@@ -214,14 +230,18 @@ def test_masks_and_forced_ids() -> None:
     params = SlotParams(temperature=0.0, num_prompt_tokens=5, min_tokens=2, ending_ids=(1,))
     sampler = make(10, params)
     assert [int(sampler.sample(logits, [1], [p]).token_ids) for p in (5, 6, 7)] == [4, 4, 1]
-    forced = make(10, SlotParams(temperature=0.0, num_prompt_tokens=5, forced_ids=(3, 9)), banned=(1,))
+    forced = make(
+        10, SlotParams(temperature=0.0, num_prompt_tokens=5, forced_ids=(3, 9)), banned=(1,)
+    )
     assert [int(forced.sample(logits, [1], [p]).token_ids) for p in (5, 6, 7)] == [3, 9, 4]
     biased = make(10, SlotParams(temperature=0.0, logit_bias={0: 50.0, 1: -50.0}))
     assert int(biased.sample(logits, [1], [0]).token_ids) == 0
 
 
 def test_a_slot_forgets_its_last_request() -> None:
-    sampler = make(10, SlotParams(temperature=0.0, logit_bias={0: 50.0}, forced_ids=(2,) * 9, logprobs=True))
+    sampler = make(
+        10, SlotParams(temperature=0.0, logit_bias={0: 50.0}, forced_ids=(2,) * 9, logprobs=True)
+    )
     sampler.admit(1, SlotParams(temperature=0.0))
     logits = torch.arange(10.0).unsqueeze(0)
     got = sampler.sample(logits, [1], [0])
@@ -233,13 +253,18 @@ def test_logprobs() -> None:
     exact = torch.log_softmax(logits.double(), -1)
     cases = [
         (SlotParams(temperature=0.0, logprobs=True, num_top_logprobs=3), exact),
-        (SlotParams(temperature=0.5, logprobs=True, num_top_logprobs=3), torch.log_softmax(2 * logits.double(), -1)),
+        (
+            SlotParams(temperature=0.5, logprobs=True, num_top_logprobs=3),
+            torch.log_softmax(2 * logits.double(), -1),
+        ),
         (SlotParams(temperature=0.5, logprobs=True, num_top_logprobs=3, raw_logprobs=True), exact),
     ]
     for params, expected in cases:
         got = make(20, params).sample(logits, [1], [0])
         assert got.logprobs is not None and got.top_ids is not None and got.top_logprobs is not None
-        torch.testing.assert_close(got.logprobs.double(), expected[0, got.token_ids], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            got.logprobs.double(), expected[0, got.token_ids], atol=1e-5, rtol=0
+        )
         top = expected.topk(3)
         assert got.top_ids.tolist() == top.indices.tolist()
         torch.testing.assert_close(got.top_logprobs.double(), top.values, atol=1e-5, rtol=0)
@@ -258,7 +283,10 @@ def test_filtered_logprobs_are_clamped() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bad_rows_are_flagged_and_leave_others_alone(poison: float, temperature: float) -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(4))
-    sampler = make(40, SlotParams(temperature=temperature, seed=3, top_p=0.9, logprobs=True, num_top_logprobs=2))
+    sampler = make(
+        40,
+        SlotParams(temperature=temperature, seed=3, top_p=0.9, logprobs=True, num_top_logprobs=2),
+    )
     good = sampler.sample(logits, [1] * 3, [0, 1, 2])
     broken = logits.clone()
     broken[1, 17] = poison

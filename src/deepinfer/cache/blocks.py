@@ -1,6 +1,7 @@
 """BlockPool: which fixed runs of cached positions are in use, and by how many.
 
-Pure bookkeeping of ids; the bytes live in `cache/tensors.py`. Block 0 is never handed out: padding reads and writes it.
+Pure bookkeeping of ids; the bytes live in `cache/tensors.py`. Block 0 is never handed out: padding
+reads and writes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """SlotPool: which per-sequence state slots are taken.
 
-A slot holds what a sequence carries besides its blocks: window rings, compressor and Engram tails. Pure bookkeeping; slot 0
-is never handed out: padding reads and writes it. A fresh slot is not cleared: nothing reads before what it wrote itself.
+A slot holds what a sequence carries besides its blocks: window rings, compressor and Engram tails.
+Pure bookkeeping; slot 0 is never handed out: padding reads and writes it. A fresh slot is not
+cleared: nothing reads before what it wrote itself.
 """
 
 from __future__ import annotations
@@ -40,5 +41,8 @@ class SlotPool:
 
     def check(self) -> None:
         """Assert that every slot is either free or taken, and none is both."""
-        assert sum(self._taken) + len(self._free) == self.num_slots - 1, (sum(self._taken), len(self._free))
+        assert sum(self._taken) + len(self._free) == self.num_slots - 1, (
+            sum(self._taken),
+            len(self._free),
+        )
         assert not any(self._taken[slot] for slot in self._free), "a taken slot is free"

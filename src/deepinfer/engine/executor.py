@@ -1,7 +1,8 @@
 """Executor: whatever runs planned steps. Pure protocol, and the in-process one.
 
-`launch` enqueues; the handle's `result` waits. A loop that overlaps calls `launch` for the next step before `result` of the
-last one; executors over processes or hosts implement the same four calls.
+`launch` enqueues; the handle's `result` waits. A loop that overlaps calls `launch` for the next
+step before `result` of the last one; executors over processes or hosts implement the same four
+calls.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The step loop: schedule, launch, wait, apply. The plain form; overlap is the same calls in another order.
+"""The step loop: schedule, launch, wait, apply. The plain form; overlap is the same calls in
+another order.
 
-Owns the clock and the hand-over of completions; policy is the scheduler's and tensors are the executor's.
+Owns the clock and the hand-over of completions; policy is the scheduler's and tensors are the
+executor's.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ __all__ = ["EngineLoop", "interrupt_after"]
 
 @contextmanager
 def interrupt_after() -> Iterator[None]:
-    """Hold a first Ctrl-C back until the block ends, so that no step is left half applied; a second one breaks in at once.
+    """Hold a first Ctrl-C back until the block ends, so that no step is left half applied; a second
+    one breaks in at once.
 
-    Only in the main thread and under Python's own handler: a program that handles the signal keeps its handler.
+    Only in the main thread and under Python's own handler: a program that handles the signal keeps
+    its handler.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -52,8 +56,8 @@ def interrupt_after() -> Iterator[None]:
 class EngineLoop:
     """Drives one scheduler and one executor.
 
-    Completions, also those of requests that could not start or were cancelled, come out exactly once: from `step` and
-    `take_finished`, or inside the last chunk of a streamed request.
+    Completions, also those of requests that could not start or were cancelled, come out exactly
+    once: from `step` and `take_finished`, or inside the last chunk of a streamed request.
     """
 
     def __init__(
@@ -93,9 +97,7 @@ class EngineLoop:
             return
         index, request_id = completion.index, completion.request_id
         self._chunks.append(
-            Chunk(
-                index=index, request_id=request_id, token_ids=(), text="", completion=completion
-            )
+            Chunk(index=index, request_id=request_id, token_ids=(), text="", completion=completion)
         )
 
     def cancel(self, request_id: int) -> bool:
@@ -108,7 +110,8 @@ class EngineLoop:
     def step(self) -> list[Completion]:
         """Run one step, if there is work, and return every completion since the last call.
 
-        When the executor fails, the requests of the step end with `abort`, the others stay, and the error is raised.
+        When the executor fails, the requests of the step end with `abort`, the others stay, and the
+        error is raised.
         """
         with interrupt_after():
             plan = self.scheduler.schedule()

@@ -1,7 +1,7 @@
 """All that crosses between policy and device: StepPlan, RowPlan, StepResult, RowResult.
 
-Frozen and pure: a plan can be printed, compared, recorded and sent to another process. Per-request values that never change
-travel once, in the plan's `admissions`, and are then addressed by slot.
+Frozen and pure: a plan can be printed, compared, recorded and sent to another process. Per-request
+values that never change travel once, in the plan's `admissions`, and are then addressed by slot.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class RowPlan:
     start      absolute position of `token_ids[0]`; positions below it are in the caches
     token_ids  the tokens to run, at least one
     blocks     block table that covers at least `start + len(token_ids)` positions, never holding 0
-    samples    whether a token is drawn after the last of them (not after an inner chunk of a prompt)
+    samples    whether a token is drawn after the last of them (not after an inner chunk of a
+               prompt)
     """
 
     request_id: int
@@ -57,7 +58,7 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One launch. `admissions` take effect before the rows run; a slot appears in at most one row."""
+    """One launch. `admissions` take effect before the rows run; a slot is in at most one row."""
 
     step_id: int
     kind: StepKind

@@ -1,6 +1,7 @@
 """From what users pass as prompts and parameters to checked lists. Pure.
 
-A bad prompt does not stop the others: it is carried as a `BadPrompt` and becomes a completion that says why.
+A bad prompt does not stop the others: it is carried as a `BadPrompt` and becomes a completion that
+says why.
 """
 
 from __future__ import annotations
@@ -53,17 +54,20 @@ def match_params(
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    listed = list(params) if isinstance(params, list | tuple) else [params]
-    wrong = next((p for p in listed if not isinstance(p, SamplingParams)), None)
-    if wrong is not None:
+    listed: list[object] = list(params) if isinstance(params, list | tuple) else [params]
+    good = [p for p in listed if isinstance(p, SamplingParams)]
+    if len(good) < len(listed):
+        wrong = next(p for p in listed if not isinstance(p, SamplingParams))
         raise RequestError(
-            f"sampling_params must be a SamplingParams or a list of them, not {type(wrong).__name__}"
+            "sampling_params must be a SamplingParams or a list of them, "
+            f"not {type(wrong).__name__}"
         )
-    if len(listed) != count:
+    if len(good) != count:
         raise RequestError(
-            f"got {len(listed)} sampling_params for {count} prompts: pass one for all, or one for each"
+            f"got {len(good)} sampling_params for {count} prompts: "
+            "pass one for all, or one for each"
         )
-    return listed
+    return good
 
 
 def check_prompt(

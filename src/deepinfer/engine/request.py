@@ -1,6 +1,7 @@
 """What the user asks and what comes back: SamplingParams, Request, Chunk, Completion, FinishReason.
 
-Everything here is frozen and validated when built. Pure: no torch. The live record of a request is `engine/sequence.py`.
+Everything here is frozen and validated when built. Pure: no torch. The live record of a request is
+`engine/sequence.py`.
 """
 
 from __future__ import annotations
@@ -53,20 +54,25 @@ def _is_number(value: object) -> bool:
 class SamplingParams:
     """How one request's tokens are chosen and when it stops.
 
-    temperature       finite, >= 0; below 1e-5 the largest logit wins (lowest id on ties) and `top_p`, `top_k` are off
+    temperature       finite, >= 0; below 1e-5 the largest logit wins (lowest id on ties) and
+                      `top_p`, `top_k` are off
     top_p             in (0, 1]; applied first, the token that crosses the threshold is kept
     top_k             -1 (off) or >= 1; applied after `top_p`, ties go to the lower id
     max_tokens        most tokens to generate; 0 means 1
-    min_tokens        end-of-sequence and stop ids are masked, and stop strings ignored, before this many tokens
-    seed              any integer (kept modulo 2^64): the draws are a function of it, the position and the token id.
-                      None gives every request a fresh random seed; one seed for many prompts is kept for each
+    min_tokens        end-of-sequence and stop ids are masked, and stop strings ignored, before this
+                      many tokens
+    seed              any integer (kept modulo 2^64): the draws are a function of it, the position
+                      and the token id. None gives every request a fresh random seed; one seed for
+                      many prompts is kept for each
     stop              strings (one or several) that end the text and are left out of it
     stop_token_ids    ids that end the request; kept in `token_ids`, left out of `text`
     ignore_eos        go on after end-of-sequence
-    logprobs          True: the logprob of every generated token; an integer n also asks for `top_logprobs=n`
+    logprobs          True: the logprob of every generated token; an integer n also asks for
+                      `top_logprobs=n`
     top_logprobs      0..1000: alternatives at every position, the largest first; implies `logprobs`
-    logprobs_mode     "processed": of the distribution drawn from (masks, bias, temperature, filters; greedy rows are
-                      taken at temperature 1); "raw": of the model's own logits. Values below -9999 become -9999
+    logprobs_mode     "processed": of the distribution drawn from (masks, bias, temperature,
+                      filters; greedy rows are taken at temperature 1); "raw": of the model's own
+                      logits. Values below -9999 become -9999
     logit_bias        token id -> finite number added to its logit
     forced_token_ids  output i is this list's i-th id, until the list ends (stop rules still apply)
 
@@ -113,11 +119,18 @@ class SamplingParams:
 
         number("temperature", "a finite number >= 0", 0.0, math.inf)
         number("top_p", "a number above 0 and at most 1", math.nextafter(0.0, 1.0), 1.0)
-        if need(_is_integer(self.top_k) and (self.top_k == -1 or self.top_k >= 1), "top_k", "-1 (off) or >= 1"):
+        if need(
+            _is_integer(self.top_k) and (self.top_k == -1 or self.top_k >= 1),
+            "top_k",
+            "-1 (off) or >= 1",
+        ):
             put("top_k", min(int(self.top_k), _MAX_COUNT))
         count("max_tokens", "an integer from 0 (taken as 1) to 2147483647", 0, _MAX_COUNT)
         count("min_tokens", "an integer from 0 to max_tokens", 0, _MAX_COUNT)
-        if need(self.seed is None or _is_integer(self.seed), "seed", "an integer or None") and self.seed is not None:
+        if (
+            need(self.seed is None or _is_integer(self.seed), "seed", "an integer or None")
+            and self.seed is not None
+        ):
             put("seed", int(self.seed) & (2**64 - 1))
         need(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
         if isinstance(self.logprobs, bool):
@@ -138,7 +151,9 @@ class SamplingParams:
         if not problems:
             put("max_tokens", max(1, self.max_tokens))
             if self.min_tokens > self.max_tokens:
-                problems.append(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+                problems.append(
+                    f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}"
+                )
             if self.is_greedy:
                 put("top_p", 1.0)
                 put("top_k", -1)
@@ -151,17 +166,22 @@ class SamplingParams:
         if all(isinstance(text, str) and text for text in stop):
             object.__setattr__(self, "stop", tuple(dict.fromkeys(stop)))
         else:
-            problems.append(f"stop must be one or several strings, none of them empty, not {self.stop!r}")
+            problems.append(
+                f"stop must be one or several strings, none of them empty, not {self.stop!r}"
+            )
         for name in ("stop_token_ids", "forced_token_ids"):
             given = getattr(self, name)
             ids = tuple(given) if isinstance(given, Iterable) else (None,)
             if all(_is_integer(i) and i >= 0 for i in ids):
                 object.__setattr__(self, name, tuple(int(i) for i in ids))
             else:
-                problems.append(f"{name} must be token ids (integers >= 0), not {getattr(self, name)!r}")
+                problems.append(
+                    f"{name} must be token ids (integers >= 0), not {getattr(self, name)!r}"
+                )
         bias = self.logit_bias
         if isinstance(bias, Mapping) and all(
-            _is_integer(i) and i >= 0 and _is_number(b) and math.isfinite(b) for i, b in bias.items()
+            _is_integer(i) and i >= 0 and _is_number(b) and math.isfinite(b)
+            for i, b in bias.items()
         ):
             object.__setattr__(self, "logit_bias", {int(i): float(b) for i, b in bias.items()})
         else:
@@ -201,7 +221,9 @@ class SamplingParams:
         for name, ids in fields:
             bad = [i for i in ids if i >= vocab_size]
             if bad:
-                problems.append(f"{name} holds {bad[0]}, outside the vocabulary 0..{vocab_size - 1}")
+                problems.append(
+                    f"{name} holds {bad[0]}, outside the vocabulary 0..{vocab_size - 1}"
+                )
         return problems
 
 
@@ -229,13 +251,15 @@ class Request:
 class Completion:
     """What became of one input. Every input has exactly one, also when it could not run.
 
-    token_ids       generated ids, with the end-of-sequence or stop id that ended them, and with the ids that hold a stop string
-    text            the text of `token_ids` without the ending id and without the stop string and what follows it;
-                    None when the model has no tokenizer
+    token_ids       generated ids, with the end-of-sequence or stop id that ended them, and with the
+                    ids that hold a stop string
+    text            the text of `token_ids` without the ending id and without the stop string and
+                    what follows it; None when the model has no tokenizer
     finish_reason   `stop`, `length`, `abort`, ... (FinishReason)
     error           one explanation when the request failed, else None
     logprobs        one number per token when asked
-    top_logprobs    per token, (id, logprob) pairs from the likeliest, ties to the lower id; when asked
+    top_logprobs    per token, (id, logprob) pairs from the likeliest, ties to the lower id; when
+                    asked
     ttft_s, finish_s  seconds from submission to the first token, and to the end
     """
 
@@ -257,8 +281,9 @@ class Completion:
 class Chunk:
     """What one step added to a streamed request.
 
-    The texts of a request's chunks add up to `Completion.text`; characters that may still turn out to begin a stop
-    string, or that end inside a character, come with a later chunk. The last chunk carries the completion.
+    The texts of a request's chunks add up to `Completion.text`; characters that may still turn out
+    to begin a stop string, or that end inside a character, come with a later chunk. The last chunk
+    carries the completion.
     """
 
     index: int

@@ -1,6 +1,7 @@
 """Runner: model, caches and sampler of one device; the only caller of the model.
 
-`launch` builds the batch, runs the model, samples, and returns a handle; only the handle's `result` looks at values.
+`launch` builds the batch, runs the model, samples, and returns a handle; only the handle's `result`
+looks at values.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def slot_params(admission: Admission, eos_token_id: int) -> SlotParams:
 class Runner:
     """Runs planned steps on one device.
 
-    find_bad_weight  asked once, when logits are not finite: names a weight that is not, or returns None
+    find_bad_weight  asked once, when logits are not finite: names a weight that is not, or returns
+                     None
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class Runner:
         return RunHandle(self, plan, batch, sampled)
 
     def explain(self, row: RowPlan, kind: StepKind) -> str:
-        """Say why a row's logits are not finite: the layer, and the weight when one is not finite itself.
+        """Say why a row's logits are not finite: the layer, and the weight when one is not finite
+        itself.
 
         Runs the row again alone, right after its step.
         """
@@ -108,7 +111,9 @@ class Runner:
 class RunHandle:
     """A step enqueued on a Runner."""
 
-    def __init__(self, runner: Runner, plan: StepPlan, batch: Batch, sampled: Sampled | None) -> None:
+    def __init__(
+        self, runner: Runner, plan: StepPlan, batch: Batch, sampled: Sampled | None
+    ) -> None:
         self._runner = runner
         self._plan = plan
         self._batch = batch

@@ -1,8 +1,9 @@
 """Scheduler: which sequences run in the next step, and what a step's outcome means for them.
 
-Pure policy: no tensor, clock or queue; the same calls give the same plans. It owns the BlockPool and SlotPool it is given.
-Requests are served in order of arrival. A request is admitted when a slot and all the blocks it can ever need are free, so
-nothing admitted is ever put back (`numerics.batch_invariant` demands that, and the first form has no preemption).
+Pure policy: no tensor, clock or queue; the same calls give the same plans. It owns the BlockPool
+and SlotPool it is given. Requests are served in order of arrival. A request is admitted when a slot
+and all the blocks it can ever need are free, so nothing admitted is ever put back
+(`numerics.batch_invariant` demands that, and the first form has no preemption).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ class Limits:
 
     max_num_seqs            running sequences at once
     max_num_batched_tokens  tokens of one prefill step
-    max_model_len           most tokens of prompt plus output; a prompt of exactly this length still yields one token
-    chunk_tokens            tokens of one prompt chunk. With `fixed_chunks` boundaries are multiples of it from position 0,
-                            whatever else runs; otherwise a chunk also shrinks to the budget that is left
+    max_model_len           most tokens of prompt plus output; a prompt of exactly this length still
+                            yields one token
+    chunk_tokens            tokens of one prompt chunk. With `fixed_chunks` boundaries are multiples
+                            of it from position 0, whatever else runs; otherwise a chunk also
+                            shrinks to the budget that is left
     prefill_gain            prefill once new sequences would enlarge the running batch by this share
     max_prefill_wait_steps  most decode steps that admissible waiting work sits through
     max_decode_wait_steps   most prefill steps in a row while something is ready to decode
@@ -55,11 +58,15 @@ class Limits:
 class Scheduler:
     """Admits, chunks, extends and finishes sequences: `add`, `cancel`, `schedule`, `apply`.
 
-    Sequences move from `waiting` (nothing held) to `prefilling` (slot and blocks held, prompt partly computed) to `running`
-    (one token a step), and leave from anywhere. `num_generated` counts tokens generated so far. One that a launched step names is retired only when that step is applied.
+    Sequences move from `waiting` (nothing held) to `prefilling` (slot and blocks held, prompt
+    partly computed) to `running` (one token a step), and leave from anywhere. `num_generated`
+    counts tokens generated so far. One that a launched step names is retired only when that step is
+    applied.
     """
 
-    def __init__(self, limits: Limits, blocks: BlockPool, slots: SlotPool, tokens_per_block: int) -> None:
+    def __init__(
+        self, limits: Limits, blocks: BlockPool, slots: SlotPool, tokens_per_block: int
+    ) -> None:
         self.limits = limits
         self._blocks = blocks
         self._slots = slots
@@ -91,7 +98,9 @@ class Scheduler:
         """Requests that hold a slot."""
         return len(self._prefilling) + len(self._running)
 
-    def add(self, request: Request, text: TextStream | None = None, now_s: float = 0.0) -> Completion | None:
+    def add(
+        self, request: Request, text: TextStream | None = None, now_s: float = 0.0
+    ) -> Completion | None:
         """Queue a request; return its completion at once when it can never run.
 
         text  follows the request's tokens; needed for stop strings and streamed text
@@ -108,9 +117,11 @@ class Scheduler:
         return None
 
     def cancel(self, request_id: int, now_s: float = 0.0) -> Completion | None:
-        """End a request wherever it is, with what it has generated; return None when it is not live.
+        """End a request wherever it is, with what it has generated; return None when it is not
+        live.
 
-        Tokens of a step in flight are dropped, and what the request holds is freed when that step is applied.
+        Tokens of a step in flight are dropped, and what the request holds is freed when that step
+        is applied.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.finish_reason is not None:
@@ -208,15 +219,16 @@ class Scheduler:
         length = len(request.prompt_token_ids)
         if length > self.limits.max_model_len:
             return (
-                f"the prompt has {length} tokens, the limit is {self.limits.max_model_len}: shorten it or raise "
-                "scheduling.max_model_len"
+                f"the prompt has {length} tokens, the limit is {self.limits.max_model_len}: "
+                "shorten it or raise scheduling.max_model_len"
             )
         needed = self._blocks_needed(request)
         if needed > self._blocks.capacity:
             room = self._blocks.capacity * self._tokens_per_block
             return (
-                f"prompt and max_tokens together need room for {needed * self._tokens_per_block} tokens, the caches hold "
-                f"{room}: lower max_tokens or raise cache.memory_bytes"
+                "prompt and max_tokens together need room for "
+                f"{needed * self._tokens_per_block} tokens, the caches hold {room}: "
+                "lower max_tokens or raise cache.memory_bytes"
             )
         return None
 

@@ -82,13 +82,11 @@ class Sequence:
                 self.logprobs.append(row.logprobs[idx])
             if self.top_logprobs is not None and row.top_logprobs is not None:
                 self.top_logprobs.append(row.top_logprobs[idx])
-            if (token_id == eos_token_id and not params.ignore_eos) or token_id in params.stop_ids:
+            is_eos = token_id == eos_token_id and not params.ignore_eos
+            ends = is_eos or token_id in params.stop_ids
+            if ends or (self.text is not None and self.text.push(token_id)):
                 self.finish(FinishReason.STOP, now_s)
-            elif self.text is not None and self.text.push(token_id):
-                self.finish(FinishReason.STOP, now_s)
-            elif (
-                len(self.token_ids) > max_model_len or self.num_output_tokens >= params.max_tokens
-            ):
+            elif len(self.token_ids) > max_model_len or self.num_output_tokens >= params.max_tokens:
                 self.finish(FinishReason.LENGTH, now_s)
             if self.finish_reason is not None:
                 return
@@ -101,7 +99,7 @@ class Sequence:
         self.error = error
 
     def completion(self) -> Completion:
-        """Build the result of a finished request. Its text is set when the request kept a TextStream."""
+        """Build the result of a finished request; its text is set when it kept a TextStream."""
         assert self.finish_reason is not None, self.request.request_id
         reason, text = self.finish_reason, None
         if self.text is not None:

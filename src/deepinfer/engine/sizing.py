@@ -1,4 +1,7 @@
-"""How many cache blocks, and what lengths and budgets follow: every "auto" that needs the device's memory. Pure."""
+"""How many cache blocks fit, and what lengths and budgets follow: every "auto" that needs memory.
+
+Pure: byte sizes and free memory are arguments.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from deepinfer.errors import CacheError, ConfigError
 __all__ = ["CPU_POOL_BYTES", "Sizes", "max_rollback", "resolve_sizes"]
 
 CPU_POOL_BYTES = 256 * 2**20
-"""What the block pool of a CPU gets unless told otherwise; one sequence of `max_model_len` always fits."""
+"""What the block pool of a CPU gets unless told otherwise; one sequence of `max_model_len` always
+fits."""
 
 _CPU_BATCHED_TOKENS = 2048
 _DEVICE_BATCHED_TOKENS = 8192
@@ -28,7 +32,7 @@ class Sizes:
 
 
 def max_rollback(config: EngineConfig) -> int:
-    """Return how many positions a sequence may step back: what drafts need, or more when the user says so."""
+    """Return how many positions a sequence may step back: for drafts, or what is set."""
     drafts = config.speculation.num_drafts
     needed = drafts + 1 if drafts else 0
     given = config.cache.max_rollback
@@ -47,14 +51,16 @@ def resolve_sizes(
     """Fit the caches into memory and derive the limits.
 
     available_bytes  free memory of the device, weights already loaded
-    Raises CacheError when the memory cannot hold the caches or a sequence of the asked length, ConfigError when the settings
-    exceed the model or each other; both name the settings that change it.
+    Raises CacheError when the memory cannot hold the caches or a sequence of the asked length,
+    ConfigError when the settings exceed the model or each other; both name the settings that change
+    it.
     """
     tokens_per_block = config.cache.tokens_per_block
     given_len = config.scheduling.max_model_len
     if given_len != "auto" and given_len > model_max_len:
         raise ConfigError(
-            f"scheduling.max_model_len: found {given_len}, but the model ends at {model_max_len} tokens"
+            f"scheduling.max_model_len: found {given_len}, "
+            f"but the model ends at {model_max_len} tokens"
         )
     num_slots = config.scheduling.max_num_seqs + 1
     blocks = _num_blocks(
@@ -68,8 +74,9 @@ def resolve_sizes(
     room = blocks * tokens_per_block
     if given_len != "auto" and given_len > room:
         raise CacheError(
-            f"scheduling.max_model_len {given_len} needs {-(-given_len // tokens_per_block)} blocks of "
-            f"{block_bytes} bytes, the pool has {blocks}: lower it, or raise cache.num_blocks or cache.memory_bytes"
+            f"scheduling.max_model_len {given_len} needs {-(-given_len // tokens_per_block)} "
+            f"blocks of {block_bytes} bytes, the pool has {blocks}: "
+            "lower it, or raise cache.num_blocks or cache.memory_bytes"
         )
     budget, chunk = _budgets(config, on_cpu)
     return Sizes(
@@ -91,24 +98,42 @@ def _num_blocks(
     on_cpu: bool,
 ) -> int:
     cache = config.cache
+    slots_told = (
+        f"sequence slots: {slots_bytes} bytes for scheduling.max_num_seqs "
+        f"{config.scheduling.max_num_seqs}"
+    )
+    given: int | None = None
     if cache.num_blocks != "auto":
-        return cache.num_blocks
-    if cache.memory_bytes != "auto":
-        if cache.memory_bytes < 2 * block_bytes:
+        given = cache.num_blocks
+    elif cache.memory_bytes != "auto":
+        given = cache.memory_bytes // block_bytes - 1
+        if given < 1:
             raise CacheError(
-                f"cache.memory_bytes {cache.memory_bytes} holds less than two blocks of {block_bytes} bytes "
-                "(one is padding): raise it"
+                f"cache.memory_bytes {cache.memory_bytes} holds less than two blocks of "
+                f"{block_bytes} bytes (one is padding): raise it"
             )
-        return cache.memory_bytes // block_bytes - 1
+    if given is not None:
+        if (given + 1) * block_bytes + slots_bytes > available_bytes:
+            raise CacheError(
+                "the caches do not fit into memory",
+                [
+                    f"free memory: {available_bytes} bytes",
+                    slots_told,
+                    f"blocks: {(given + 1) * block_bytes} bytes for {given + 1}",
+                    "lower cache.num_blocks, cache.memory_bytes or scheduling.max_num_seqs",
+                ],
+            )
+        return given
     usable = int(available_bytes * cache.memory_fraction) - slots_bytes
     if usable < 2 * block_bytes:
         raise CacheError(
             "the caches do not fit into memory",
             [
-                f"free memory: {available_bytes} bytes, of which cache.memory_fraction allows {cache.memory_fraction:g}",
-                f"sequence slots: {slots_bytes} bytes for scheduling.max_num_seqs {config.scheduling.max_num_seqs}",
+                f"free memory: {available_bytes} bytes, "
+                f"of which cache.memory_fraction allows {cache.memory_fraction:g}",
+                slots_told,
                 f"blocks: {block_bytes} bytes each, at least two",
-                "lower scheduling.max_num_seqs, or raise cache.memory_fraction",
+                "lower scheduling.max_num_seqs or raise cache.memory_fraction",
             ],
         )
     per_sequence = -(-longest // cache.tokens_per_block)

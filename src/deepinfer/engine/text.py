@@ -1,6 +1,7 @@
-"""Text of a running request: incremental detokenization, stop strings, and what may already be shown.
+"""Text of a running request: incremental detokenization, stop strings, what may be shown.
 
-Pure. Bytes and tokens are the tokenizer's matter; this module sees a decoder that turns ids into pieces of text.
+Pure. Bytes and tokens are the tokenizer's matter; this module sees a decoder that turns ids into
+pieces of text.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class IncrementalDecoder(Protocol):
 def find_stop(text: str, stops: Sequence[str], after: int = 0) -> int:
     """Return where the first stop string to be completed begins in `text`, or -1.
 
-    First completed means smallest end, then smallest begin: the answer does not depend on how `text` arrived in pieces.
-    Occurrences that end at or before `after` do not count.
+    First completed means smallest end, then smallest begin: the answer does not depend on how
+    `text` arrived in pieces. Occurrences that end at or before `after` do not count.
     """
     best: tuple[int, int] | None = None
     for stop in stops:
@@ -38,7 +39,7 @@ def find_stop(text: str, stops: Sequence[str], after: int = 0) -> int:
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that begins a stop string without completing it."""
+    """Return the length of the longest end of `text` that begins a stop string."""
     longest = max((len(stop) for stop in stops), default=0)
     for size in range(min(longest - 1, len(text)), 0, -1):
         tail = text[-size:]
@@ -50,11 +51,13 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 class TextStream:
     """The text of one request while it grows.
 
-    Stop strings that end within the text of the first `min_tokens` ids are ignored. After a stop string is found the text is
-    frozen just before it.
+    Stop strings that end within the text of the first `min_tokens` ids are ignored. After a stop
+    string is found the text is frozen just before it.
     """
 
-    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, decoder: IncrementalDecoder, stops: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
         self._decoder = decoder
         self._stops = tuple(stops)
         self._min_tokens = min_tokens

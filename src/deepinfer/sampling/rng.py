@@ -1,7 +1,7 @@
 """Random draws as a pure function of (seed, absolute position, token id, purpose).
 
-Counter based (Philox4x32-10), so a draw does not depend on the batch, on the step a position is computed in, or on what was
-drawn before. Source: runtime specification, 5.3.
+Counter based (Philox4x32-10), so a draw does not depend on the batch, on the step a position is
+computed in, or on what was drawn before. Source: runtime specification, 5.3.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def exponential(
     seeds      [N]  int64, the 64 bits of the seed
     positions  [N]  int64, absolute position of the token being drawn
     token_ids  [N]  int64
-    returns    [N]  float64; the uniform behind it is clamped to 1 - 2^-24, so the value lies in [2^-33, 16.7]
+    returns    [N]  float64; the uniform behind it is clamped to 1 - 2^-24, so the value lies in
+               [2^-33, 16.7]
     """
     lane = token_ids & 3
     counter = torch.stack(

@@ -1,8 +1,8 @@
 """Sampler: logits of a batch to one token a row, with logprobs.
 
-Owns the per-slot parameters and the order of masks, filters and draw. A row's result depends on its own logits, parameters
-and position only: every reduction runs over the last dimension and the top-p mass is counted in integers. Source: runtime
-specification, 5.1, 5.3 and 5.5.
+Owns the per-slot parameters and the order of masks, filters and draw. A row's result depends on its
+own logits, parameters and position only: every reduction runs over the last dimension and the top-p
+mass is counted in integers. Source: runtime specification, 5.1, 5.3 and 5.5.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from torch import Tensor
 
 from deepinfer.sampling.rng import MAX_LOG_NOISE, MIN_LOG_NOISE, exponential
 
-__all__ = ["LOGPROB_FLOOR", "Sampled", "Sampler", "SlotParams", "draw", "filter_logits", "stable_topk"]
+__all__ = [
+    "LOGPROB_FLOOR",
+    "Sampled",
+    "Sampler",
+    "SlotParams",
+    "draw",
+    "filter_logits",
+    "stable_topk",
+]
 
 LOGPROB_FLOOR = -9999.0
 _MASS_ONE = 2.0**31  # fixed point of the likeliest token's mass
@@ -148,7 +156,7 @@ class Sampler:
         """Set the parameters of a slot for the life of its next request."""
         first = params.num_prompt_tokens
         self._params[slot] = params
-        self._temperature[slot] = min(params.temperature, 1e30)  # -inf must stay -inf after the division
+        self._temperature[slot] = min(params.temperature, 1e30)  # -inf divided must stay -inf
         self._top_p[slot] = params.top_p
         self._top_k[slot] = params.top_k
         self._seed[slot] = params.seed
@@ -201,7 +209,7 @@ class Sampler:
         return Sampled(tokens, bad, logprobs, top_ids, top)
 
     def _mask(self, logits: Tensor, slot: np.ndarray, position: np.ndarray) -> Tensor:
-        """Apply banned ids, biases and the wait for `min_tokens`; copies only when something applies."""
+        """Apply banned ids, biases and the wait for `min_tokens`, on a copy when any applies."""
         biased = np.flatnonzero(self._biased[slot])
         waiting = np.flatnonzero(position < self._ending_until[slot])
         if not (len(self._banned) or len(biased) or len(waiting)):
