@@ -1,15 +1,18 @@
-"""The whole text model in one file, in the paper's order: the definition that every faster path is held to.
+"""The whole text model in one file, in the paper's order: it defines what faster paths compute.
 
-Whole sequences, no caches, fp32 arithmetic with explicit rounding. Two arithmetics: `official` rounds where the published
-code rounds (bf16 between operations, FP8 and FP4 where the released model quantizes), `noq` computes the same graph with
-the stored weights dequantized exactly and rounds nothing. Imports the config only, so that it shares no bug with what it
-judges; files, caches, batches and devices are the business of others.
+Whole sequences, no caches, fp32 arithmetic with explicit rounding. Two arithmetics: `official`
+rounds where the published code rounds (bf16 between operations, FP8 and FP4 where the released
+model quantizes); `noq` computes the same graph with the stored weights dequantized exactly and
+rounds nothing. Imports the config only, so that it shares no bug with what it judges; files,
+caches, batches and devices are the business of others.
 
-The bits of a row depend neither on the number of rows nor on the rows after it: every matrix product runs in blocks of 16
-rows, attention in blocks of 64 slots, short sums in a written order, and no `sigmoid`, `silu` or `softplus` of the library.
+The bits of a row depend neither on the number of rows nor on later rows: matrix products run in
+blocks of 16 rows, attention in blocks of 64 slots, short sums in a written order, and no
+`sigmoid`, `silu` or `softplus` of the library is used.
 
-Letters: T tokens, S slots, H heads, D head size, C hidden, M hyper streams, K selected, N compressed entries, V vocabulary.
-Numbers in brackets name sections: A = backbone specification, B = weights specification.
+Letters: T tokens, S slots, H heads, D head size, C hidden, M hyper streams, K selected,
+N compressed entries, L Engram layers, V vocabulary. Numbers in brackets name sections:
+A = backbone specification, B = weights specification.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch.nn import functional as F
 
 from deepinfer.config import LayerConfig, ModelConfig, YarnConfig
 from deepinfer.config.engram import engram_tables
+from deepinfer.errors import TokenizerError
 
 __all__ = [
     "IndexRounding",
@@ -56,19 +60,21 @@ WindowSlots = Literal["recorded", "full"]
 ROW_BLOCK: Final = 16  # rows of one matrix product
 SLOT_BLOCK: Final = 64  # slots between two updates of the running softmax
 _ROW_TILE: Final = 64  # rows whose keys are gathered together; changes no bit
-_ROUTER_EPS: Final = 1e-20  # of the routing weights' sum; not rms_norm_eps, although equal in the release
+_ROUTER_EPS: Final = (
+    1e-20  # of the routing weights' sum; not rms_norm_eps, although equal in the release
+)
 _FP4_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-# --- products, norms and short sums ------------------------------------------------------------------------------------
+# --- products, norms and short sums -----------------------------------------------------------
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply rows by a transposed weight in blocks of exactly 16 rows, zero-padded.
+    """Multiply x [..., K] by weight [N, K] transposed, in zero-padded blocks of exactly 16 rows.
 
-    x [..., K] fp32, weight [N, K] fp32; returns [..., N] fp32. A row's bits do not depend on the other rows.
+    Returns [..., N] fp32. A row's bits do not depend on the other rows.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = rows.new_empty(rows.shape[0], weight.shape[0])
     for start in range(0, rows.shape[0], ROW_BLOCK):
         block = rows[start : start + ROW_BLOCK]
@@ -78,12 +84,12 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale x by the reciprocal root of its mean square over the last dimension, then by the weight; fp32, unrounded [A 9]."""
+    """Divide x by its root mean square over the last dimension, times weight; unrounded [A 9]."""
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
 
 
 def _sum_in_order(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension from left to right, so that the order is the same for every shape around it."""
+    """Sum over a short dimension from left to right, whatever the shape around it."""
     parts = x.unbind(dim)
     total = parts[0]
     for part in parts[1:]:
@@ -103,14 +109,14 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x)))
 
 
-# --- stored weights and activation quantizers --------------------------------------------------------------------------
+# --- stored weights and activation quantizers -------------------------------------------------
 
 
 def dequantize(weight: Tensor, scale: Tensor | None) -> Tensor:
     """Return a stored matrix as fp32, exactly [B 2.8, 3.1].
 
-    weight  bf16 or fp32 with no scale; float8_e4m3fn [N, K]; int8 or uint8 [N, K/2], two e2m1 values a byte, the even
-            element in the low nibble
+    weight  bf16 or fp32 without scale; float8_e4m3fn [N, K]; int8 or uint8 [N, K/2] with two e2m1
+            values a byte, the even element in the low nibble
     scale   ue8m0 bytes: one per 32x32 tile for e4m3, one per row and 32 inputs for e2m1
     """
     if scale is None:
@@ -133,14 +139,14 @@ def _ue8m0(scale: Tensor) -> Tensor:
 
 
 def _pow2_ceil(x: Tensor) -> Tensor:
-    """Return the smallest power of two at or above each positive fp32 value, through its bits [B 3.2]."""
+    """Return the smallest power of two at or above each positive value, by its bits [B 3.2]."""
     bits = x.contiguous().view(torch.int32)
     return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def _groups(x: Tensor, size: int, floor: float) -> tuple[Tensor, Tensor]:
     """Cut the last dimension into groups; return them and their floored largest magnitudes."""
-    grouped = x.unflatten(-1, (-1, size))
+    grouped = torch.unflatten(x, -1, (-1, size))
     return grouped, grouped.abs().amax(-1, keepdim=True).clamp(min=floor)
 
 
@@ -155,9 +161,9 @@ def fp8_codes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fp4_e4m3_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize to e2m1 in groups of 16 with e4m3 scales: the main compressed KV [A 6.3]. Shapes as `fp8_codes`.
+    """Quantize to e2m1 in groups of 16 with e4m3 scales: the main compressed KV [A 6.3].
 
-    The division is a true one: multiplying by the reciprocal of such a scale pushes ties to the wrong side.
+    Shapes as `fp8_codes`. A true division: the reciprocal of such a scale would break ties.
     """
     grouped, amax = _groups(x, 16, 6.0 * 2.0**-9)
     scale = (amax / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn).float()
@@ -172,17 +178,17 @@ def fp4_ue8m0_codes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round_e2m1(x: Tensor) -> Tensor:
-    """Round to the nearest e2m1 value, ties to the even code, saturating at 6 and keeping the sign of zero [A 6.1]."""
+    """Round to the nearest e2m1 value, ties to the even code, saturating, keeping -0 [A 6.1]."""
     size = x.abs().clamp(max=6.0)
     step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
     return torch.copysign(torch.round(size / step) * step, x)
 
 
-# --- rotary positions --------------------------------------------------------------------------------------------------
+# --- rotary positions -------------------------------------------------------------------------
 
 
 def rope_frequencies(dims: int, theta: float, yarn: YarnConfig | None) -> Tensor:
-    """Return the angular frequency of each rotated pair, [dims/2] fp32; every step rounds to fp32 in this order [A 3.3]."""
+    """Return the angular frequency of each pair, [dims/2]; fp32 in exactly this order [A 3.3]."""
     inv = 1.0 / (theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims))
     if yarn is None:
         return inv
@@ -198,11 +204,11 @@ def rope_frequencies(dims: int, theta: float, yarn: YarnConfig | None) -> Tensor
     return inv / yarn.factor * ramp + inv * (1.0 - ramp)
 
 
-# --- hyper-connections -------------------------------------------------------------------------------------------------
+# --- hyper-connections ------------------------------------------------------------------------
 
 
 def sinkhorn(raw: Tensor, iters: int, eps: float) -> Tensor:
-    """Make [..., M, M] mixing logits doubly stochastic; ends on the columns (input i is a row, output j a column) [A 2.2]."""
+    """Make mixing logits [..., M, M] doubly stochastic: row = input, column = output [A 2.2]."""
     exps = torch.exp(raw - raw.amax(-1, keepdim=True))
     comb = exps / _sum_in_order(exps, -1).unsqueeze(-1) + eps
     comb = comb / (_sum_in_order(comb, -2).unsqueeze(-2) + eps)
@@ -213,24 +219,23 @@ def sinkhorn(raw: Tensor, iters: int, eps: float) -> Tensor:
 
 
 def mix_coefficients(
-    mixes: Tensor, scale: Tensor, base: Tensor, streams: int, iters: int, eps: float
+    mixes: Tensor, scale: Tensor, base: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [T, (2+M)M] projections into pre [T, M], post [T, M] and comb [T, M, M], all fp32 [A 2.1]."""
-    pre, post, raw = mixes.split([streams, streams, streams * streams], dim=-1)
-    base_pre, base_post, base_raw = base.split([streams, streams, streams * streams])
-    pre = _sigmoid(pre * scale[0] + base_pre) + eps
-    post = 2.0 * _sigmoid(post * scale[1] + base_post)
-    comb = sinkhorn((raw * scale[2] + base_raw).unflatten(-1, (streams, streams)), iters, eps)
-    return pre, post, comb
+    """Turn projections [T, (2+M)M] into pre [T, M], post [T, M] and comb [T, M, M] [A 2.1]."""
+    n, eps = config.hc_mult, config.hc_eps
+    gains = scale.repeat_interleave(torch.tensor([n, n, n * n]))
+    pre, post, raw = (mixes * gains + base).split_with_sizes([n, n, n * n], dim=-1)
+    comb = sinkhorn(torch.unflatten(raw, -1, (n, n)), config.hc_sinkhorn_iters, eps)
+    return _sigmoid(pre) + eps, 2.0 * _sigmoid(post), comb
 
 
-# --- attention over chosen slots ---------------------------------------------------------------------------------------
+# --- attention over chosen slots --------------------------------------------------------------
 
 
 def sparse_attention(
     q: Tensor, entries: Tensor, slots: Tensor, sink: Tensor, scale: float, round_weights: bool
 ) -> Tensor:
-    """Attend each row to its own list of entries, which are keys and values at once, with one sink per head [A 3.5].
+    """Attend each row to its own list of entries, keys and values at once, with a sink [A 3.5].
 
     q        [T, H, D]  fp32
     entries  [E, D]     fp32
@@ -238,8 +243,8 @@ def sparse_attention(
     sink     [H]        fp32 logits that only enter the denominator, unscaled
     returns  [T, H, D]  fp32; 0 for a row without entries
 
-    Walks the slots in blocks of 64 with a running maximum. With `round_weights`, exp(score - maximum so far) is rounded to
-    bf16 for the weighted sum; the denominator takes it unrounded.
+    Walks the slots in blocks of 64 with a running maximum. With `round_weights` the weighted sum
+    takes exp(score - maximum so far) rounded to bf16; the denominator takes it unrounded.
     """
     slots = F.pad(slots, (0, -slots.shape[1] % SLOT_BLOCK), value=-1)
     out = torch.empty_like(q)
@@ -249,7 +254,7 @@ def sparse_attention(
         peak = queries.new_full((*queries.shape[:2], 1), -1e30)
         total = torch.zeros_like(peak)
         acc = torch.zeros_like(queries)
-        for block in slots[rows].split(SLOT_BLOCK, dim=1):
+        for block in torch.split(slots[rows], SLOT_BLOCK, dim=1):
             keys = entries[block.clamp(min=0)]
             scores = torch.bmm(queries, keys.transpose(1, 2)) * scale
             scores = scores.masked_fill((block < 0).unsqueeze(1), -math.inf)
@@ -265,26 +270,26 @@ def sparse_attention(
 
 
 def _window_slots(positions: Tensor, window: int, widths: Tensor) -> Tensor:
-    """List each row's window: slot i holds position max(0, p-W+1)+i, -1 where absent or at and beyond the row's width."""
+    """List each row's window: slot i holds position max(0, p-W+1)+i, -1 where absent."""
     slot = torch.arange(int(widths.max()))
     held = (positions - window + 1).clamp(min=0)[:, None] + slot
     return held.masked_fill((held > positions[:, None]) | (slot >= widths[:, None]), -1)
 
 
 def _join_slots(first: Tensor, second: Tensor, widths: Tensor) -> Tensor:
-    """Put each row's second list right behind the first `widths[row]` slots of its first list."""
+    """Put each row's second list behind the first `widths[row]` slots of its first list."""
     out = first.new_full((first.shape[0], first.shape[1] + second.shape[1]), -1)
     out[:, : first.shape[1]] = first
     return out.scatter(1, widths[:, None] + torch.arange(second.shape[1]), second)
 
 
-# --- selection ---------------------------------------------------------------------------------------------------------
+# --- selection --------------------------------------------------------------------------------
 
 
 def top_k(scores: Tensor, count: int) -> Tensor:
-    """Pick the best entries of each row: ascending indices [T, count], -1 padded; ties go to the smaller index [A 5.3].
+    """Pick the best entries of each row: ascending indices [T, count], -1 padded [A 5.3].
 
-    Entries with score -inf are never picked.
+    Ties go to the smaller index; entries with score -inf are never picked.
     """
     order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     absent = scores.shape[1]
@@ -294,7 +299,7 @@ def top_k(scores: Tensor, count: int) -> Tensor:
 
 
 def _boundary(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return each row's last selected score and its gap to the first rejected one; inf gap when nothing is rejected."""
+    """Return each row's last selected score and its gap to the first rejected, inf if none is."""
     width = max(count + 1 - scores.shape[1], 0)
     best = F.pad(scores, (0, width), value=-math.inf).sort(dim=-1, descending=True).values
     present = (best[:, :count] > -math.inf).sum(-1)
@@ -303,13 +308,13 @@ def _boundary(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return last, torch.where(rejected, last - best[:, count], math.inf)
 
 
-# --- Engram's hash -----------------------------------------------------------------------------------------------------
+# --- Engram's hash ----------------------------------------------------------------------------
 
 
 def engram_rows(config: ModelConfig, token_ids: Tensor, token_map: Tensor) -> Tensor:
-    """Return the table rows that each token looks up, [T, L, columns] int64; exact integers [B 5.2 to 5.4].
+    """Return the table rows that each token looks up, [T, L, columns] int64 [B 5.2 to 5.4].
 
-    Columns are order-major, head-minor. Whatever lies before the sequence is the compressed padding id.
+    Columns are order-major, head-minor. Before the sequence stands the compressed padding id.
     """
     tables = engram_tables(config)
     layers, orders, heads = tables.primes.shape
@@ -318,7 +323,9 @@ def engram_rows(config: ModelConfig, token_ids: Tensor, token_map: Tensor) -> Te
     )
     ids = token_map[token_ids]
     pad = int(token_map[config.engram_pad_token_id])
-    history = F.pad(ids, (orders, 0), value=pad).unfold(0, orders + 1, 1).flip(-1)  # [T, G], newest first
+    history = (
+        F.pad(ids, (orders, 0), value=pad).unfold(0, orders + 1, 1).flip(-1)
+    )  # [T, G], newest first
     rows = torch.empty(ids.shape[0], layers, orders, heads, dtype=torch.int64)
     for layer in range(layers):
         acc = history[:, 0] * multipliers[layer, 0]
@@ -328,18 +335,20 @@ def engram_rows(config: ModelConfig, token_ids: Tensor, token_map: Tensor) -> Te
     return rows.flatten(2) + offsets
 
 
-# --- the model ---------------------------------------------------------------------------------------------------------
+# --- the model --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class LayerState:
     """What the layers of one forward pass share.
 
-    positions     [T]  int64, 0..T-1
-    window_slots  [T]  slots that each row's softmax gives to its window; changes roundings only
-    selections    recorded choices that replace the first rows of a layer's own, for comparison across ties
-    latents       layer -> [N, D], compressed entries; keys: layer -> [N, index D]
-    selected      layer -> [T, K], chosen entries; candidates: [T, blocks] bool
+    positions     [T] int64, 0..T-1
+    window_slots  [T] slots that each row's softmax gives to its window; changes roundings only
+    selections    layer -> choices that replace the first rows of its own
+    latents       layer -> compressed entries [N, D]
+    keys          layer -> index keys [N, index D]
+    selected      layer -> chosen entries [T, K]
+    candidates    blocks kept by the candidate source [T, blocks] bool
     trace         name -> one value per layer that produces it
     """
 
@@ -361,12 +370,12 @@ class LayerState:
 class ReferenceModel:
     """The text model with its Engram layers and draft blocks, on whole sequences.
 
-    weights            stored tensors by official name, as read from the checkpoint (e4m3, packed e2m1 as int8 or uint8,
-                       ue8m0 as uint8 or float8_e8m0fnu, bf16, fp32); dequantized when first used
+    weights            stored tensors by official name, as the checkpoint holds them (scales as
+                       uint8 or float8_e8m0fnu); dequantized when first used
     token_map          [vocab] compressed id of every token; needed by Engram layers only
     numerics           "official" or "noq"
-    output_projection  of `wo_a` under "official": "bf16" = unquantized activations, as the published code; "fp8" = the
-                       serving form
+    output_projection  of `wo_a` under "official": "bf16" = unquantized activations, as the
+                       published code; "fp8" = the serving form
     """
 
     def __init__(
@@ -391,8 +400,6 @@ class ReferenceModel:
             dims, config.compress_rope_theta, config.rope_scaling
         )
 
-    # The whole model
-
     @torch.no_grad()
     def forward(
         self,
@@ -405,14 +412,16 @@ class ReferenceModel:
         """Return the logits after every token of a sequence, [T, V] fp32 [A 1.3].
 
         token_ids       [T], T >= 1
-        trace           filled with the values of every position and layer, under the names of `deepinfer trace`, in
-                        bf16 under "official" where the model holds bf16; also `idx_kth_score` and `idx_margin`
-                        [sources, T], `cand_margin` [T], `route_margin` [layers, T]: last selected score, gap to the
-                        first rejected
-        window_slots    softmax slots of the window: "recorded" = min(T, W), as one prefill; "full" = always W, as
-                        decoding; or one number per row [T]. Matters under "official" only, in the last bits
+        trace           filled with the values of all layers and positions under the names of
+                        `deepinfer trace`, bf16 where the model holds bf16; also `idx_kth_score` and
+                        `idx_margin` [sources, T], `cand_margin` [T], `route_margin` [layers, T]:
+                        the last selected score and its gap to the first rejected
+        window_slots    softmax slots of the window: "recorded" = min(T, W), as in one prefill;
+                        "full" = always W, as in decoding; or a number per row [T]. Changes only
+                        the last bits, and only under "official"
         index_rounding  index scores as the published code rounds them, or rounded once
-        selections      index source -> [R, K] entries, -1 padded, used in place of the own choice for the first R rows
+        selections      index source -> [R, K] entries, -1 padded, taken instead of the own choice
+                        for the first R rows: ties are free, so a comparison may fix them
         """
         ids = torch.as_tensor(token_ids, dtype=torch.int64)
         state = self.state(ids.shape[0], window_slots, index_rounding, selections)
@@ -426,11 +435,15 @@ class ReferenceModel:
             if layer.layer_id in self.config.dspark_target_layer_ids:
                 taps.append(self._tap(stream))
             stream, pre = self.block(layer, stream, pre, state)
-        hidden = self._collapse(stream, pre)
-        hidden = self._norm(hidden, "norm.weight")
+        hidden = self._norm(self._collapse(stream, pre), "norm.weight")
         logits = matmul(hidden, self._weight("head.weight"))
         if trace is not None:
-            self._finish_trace(trace, state, taps, rows)
+            for name, values in state.trace.items():
+                trace[name] = values[0] if name.startswith("cand_") else torch.stack(values)
+            if taps:
+                trace["main_hidden"] = self._held(torch.cat(taps, dim=1))
+            if self.config.engram_layer_ids:
+                trace["engram_hash"] = rows.int()
             trace["tokens"], trace["logits"] = ids.int(), logits
         return logits
 
@@ -442,10 +455,10 @@ class ReferenceModel:
         index_rounding: IndexRounding = "reference",
         selections: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        """Return the logits after feeding each of M given tokens to one-token decoding, [M, V] fp32.
+        """Return the logits after each of M tokens fed to one-token decoding, [M, V] fp32.
 
-        One pass over prompt and fed tokens: a row never depends on later ones, and rows lay their window out as the
-        prefill of the prompt or the decode step that would have computed them. The trace covers all rows.
+        One pass over prompt and fed tokens: no row depends on later ones, and each lays its window
+        out as the prefill or the decode step that would have computed it. The trace has all rows.
         """
         prompt = torch.as_tensor(prompt_ids, dtype=torch.int64)
         fed = torch.as_tensor(decode_ids, dtype=torch.int64)
@@ -476,7 +489,7 @@ class ReferenceModel:
         index_rounding: IndexRounding = "reference",
         selections: Mapping[int, Tensor] | None = None,
     ) -> LayerState:
-        """Return the empty shared state of one pass over `num_tokens` rows; arguments as in `forward`."""
+        """Return the empty state of one pass over `num_tokens` rows; arguments as in `forward`."""
         if not isinstance(window_slots, Tensor):
             window = self.config.sliding_window
             width = min(num_tokens, window) if window_slots == "recorded" else window
@@ -486,7 +499,7 @@ class ReferenceModel:
 
     @torch.no_grad()
     def start(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the embedded streams [T, M, C] and the first mix (1, 0, ..): all streams start equal [A 1.3]."""
+        """Return the embedding copied to all streams [T, M, C], and the first mix (1, 0, ..)."""
         embedded = self._stored["embed.weight"][token_ids].float()
         stream = embedded.unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         pre = F.one_hot(torch.zeros_like(token_ids), self.config.hc_mult).float()
@@ -498,21 +511,14 @@ class ReferenceModel:
     def block(
         self, layer: LayerConfig, stream: Tensor, pre: Tensor, state: LayerState
     ) -> tuple[Tensor, Tensor]:
-        """Run one backbone block on given streams; returns the streams and the mix for what follows [A 2.3].
+        """Run one backbone block; returns the streams and the mix for what follows [A 2.3].
 
-        stream [T, M, C], pre [T, M], fp32 (holding bf16 values under "official"). The layers whose entries or
-        selection this one reads must have run on the same `state`.
+        stream [T, M, C] and pre [T, M] are fp32. The layers whose entries or selection this one
+        reads must have run on the same `state`.
         """
-        config = self.config
-        return self._block(
-            f"layers.{layer.layer_id}",
-            stream,
-            pre,
-            lambda x: self._attention(layer, x, state),
-            config.n_routed_experts,
-            config.num_experts_per_tok,
-            state,
-        )
+        experts = (self.config.n_routed_experts, self.config.num_experts_per_tok)
+        name, attention = f"layers.{layer.layer_id}", lambda x: self._attention(layer, x, state)
+        return self._block(name, stream, pre, attention, experts, state)
 
     def _block(
         self,
@@ -520,11 +526,10 @@ class ReferenceModel:
         stream: Tensor,
         pre: Tensor,
         attention: Callable[[Tensor], Tensor],
-        num_experts: int,
-        num_active: int,
+        experts: tuple[int, int],
         state: LayerState,
     ) -> tuple[Tensor, Tensor]:
-        """Attention, then experts; each collapses the streams with the mix of the sublayer before it."""
+        """Attention, then experts; each collapses the streams with the mix of the one before."""
         attn_pre, post, comb = self._mixes(f"{name}.hc_attn", stream)
         x = self._norm(self._collapse(stream, pre), f"{name}.attn_norm.weight")
         out = attention(x)
@@ -532,7 +537,7 @@ class ReferenceModel:
         stream = self._expand(stream, out, post, comb)
         ffn_pre, post, comb = self._mixes(f"{name}.hc_ffn", stream)
         x = self._norm(self._collapse(stream, attn_pre), f"{name}.ffn_norm.weight")
-        out = self._experts(f"{name}.ffn", x, num_experts, num_active, state)
+        out = self._experts(f"{name}.ffn", x, experts, state)
         state.note("ffn_out", self._held(out))
         stream = self._expand(stream, out, post, comb)
         state.note("stream_out", self._held(stream))
@@ -542,15 +547,12 @@ class ReferenceModel:
     # Hyper-connections
 
     def _mixes(self, name: str, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project the flattened streams to the sublayer's pre, post and comb coefficients [A 2.1]."""
-        config = self.config
+        """Project the flattened streams to a sublayer's coefficients [A 2.1]."""
         flat = stream.flatten(1)
-        norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+        norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         mixes = matmul(flat, self._weight(f"{name}_fn")) * norm
         scale, base = self._weight(f"{name}_scale"), self._weight(f"{name}_base")
-        return mix_coefficients(
-            mixes, scale, base, config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps
-        )
+        return mix_coefficients(mixes, scale, base, self.config)
 
     def _collapse(self, stream: Tensor, pre: Tensor) -> Tensor:
         """Mix the streams into one sublayer input, sum_i pre_i h_i."""
@@ -564,7 +566,7 @@ class ReferenceModel:
     # Attention
 
     def _attention(self, layer: LayerConfig, x: Tensor, state: LayerState) -> Tensor:
-        """Attend to the window and to the selected compressed entries of the layer's source [A 3.2]."""
+        """Attend to the window and to selected compressed entries of the source [A 3.2]."""
         config = self.config
         name = f"layers.{layer.layer_id}.attn"
         rope = self._compressed_rope if layer.ratio else self._window_rope
@@ -587,14 +589,14 @@ class ReferenceModel:
     def _queries(
         self, name: str, x: Tensor, rope: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalized query latent [T, rank], which the indexer shares, and the queries [T, H, D]."""
+        """Return the query latent [T, rank], which the indexer shares, and queries [T, H, D]."""
         latent = self._norm(self._linear8(x, f"{name}.wq_a"), f"{name}.q_norm.weight")
         q = self._linear8(latent, f"{name}.wq_b")
-        q = q.unflatten(-1, (self.config.num_attention_heads, self.config.head_dim))
+        q = torch.unflatten(q, -1, (self.config.num_attention_heads, self.config.head_dim))
         return latent, self._rotate(q, rope, positions)
 
     def _window_entries(self, name: str, x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
-        """Return one window entry per row, key and value at once, as the FP8 cache returns it, [T, D]."""
+        """Return one window entry per row as the FP8 cache returns it, [T, D]."""
         kv = self._norm(self._linear8(x, f"{name}.wkv"), f"{name}.kv_norm.weight")
         return self._round_trip(self._rotate(kv, rope, positions), fp8_codes)
 
@@ -608,17 +610,17 @@ class ReferenceModel:
             q, entries, slots, sink, config.head_dim**-0.5, self.numerics == "official"
         )
         out = self._rotate(self._round(out), rope, positions, inverse=True)
-        grouped = out.flatten(1).unflatten(1, (config.o_groups, -1))
+        grouped = torch.unflatten(out.flatten(1), 1, (config.o_groups, -1))
         if self.output_projection == "fp8":
             grouped = self._round_trip(grouped, fp8_codes)
-        wo_a = self._weight(f"{name}.wo_a.weight").unflatten(0, (config.o_groups, -1))
-        parts = [matmul(grouped[:, g].contiguous(), wo_a[g]) for g in range(config.o_groups)]
+        wo_a = self._weight(f"{name}.wo_a.weight").chunk(config.o_groups)
+        parts = [matmul(grouped[:, g], wo_a[g]) for g in range(config.o_groups)]
         return self._linear8(self._round(torch.cat(parts, dim=1)), f"{name}.wo_b")
 
     def _rotate(
         self, x: Tensor, frequencies: Tensor, positions: Tensor, inverse: bool = False
     ) -> Tensor:
-        """Rotate the adjacent pairs of the last dimensions by the row positions; x [T, D] or [T, H, D] [A 3.3]."""
+        """Rotate adjacent pairs of the last dimensions; x [T, D] or [T, H, D] [A 3.3]."""
         dims = self.config.qk_rope_head_dim
         angle = positions.float()[:, None] * frequencies
         cos, sin = torch.cos(angle), torch.sin(angle)
@@ -641,12 +643,14 @@ class ReferenceModel:
         values = matmul(x, self._weight(f"{name}.compressor.wkv.weight"))
         if ratio > 1:
             gates = matmul(x, self._weight(f"{name}.compressor.wgate.weight"))
-            gates, values = (t.unflatten(0, (num_entries, ratio)) for t in (gates, values))
+            gates, values = (torch.unflatten(t, 0, (num_entries, ratio)) for t in (gates, values))
             exps = torch.exp(gates - gates.amax(1, keepdim=True))
             weights = exps / _sum_in_order(exps, 1).unsqueeze(1)
             values = _sum_in_order(weights * values, 1)
         latent = self._norm(self._round(values), f"{name}.compressor.norm.weight")
-        positions = torch.arange(num_entries) * ratio  # an entry sits at the first token of its group
+        positions = (
+            torch.arange(num_entries) * ratio
+        )  # an entry sits at the first token of its group
         if layer.layer_id in config.index_k_source_layer_ids:
             key = self._round(matmul(latent, self._weight(f"{name}.indexer.wk.weight")))
             key = self._norm(key, f"{name}.indexer.k_norm.weight")
@@ -657,7 +661,7 @@ class ReferenceModel:
         state.latents[layer.layer_id] = self._round_trip(entry, codes)
 
     def _select(self, layer: LayerConfig, latent: Tensor, x: Tensor, state: LayerState) -> None:
-        """Score every visible entry and keep the best ones; past the candidate source only inside its blocks [A 5]."""
+        """Score the visible (past the candidate source: candidate) entries, keep the best [A 5]."""
         config = self.config
         source = max(i for i in config.index_k_source_layer_ids if i <= layer.layer_id)
         scores = self._index_scores(layer, latent, x, state.keys[source], state)
@@ -687,7 +691,7 @@ class ReferenceModel:
         config = self.config
         name = f"layers.{layer.layer_id}.attn.indexer"
         heads, dim = config.index_n_heads, config.index_head_dim
-        q = self._linear8(latent, f"{name}.wq_b").unflatten(-1, (heads, dim))
+        q = torch.unflatten(self._linear8(latent, f"{name}.wq_b"), -1, (heads, dim))
         q = self._rotate(q, self._compressed_rope, state.positions)
         q = self._round_trip(q, fp4_ue8m0_codes)
         weights = self._round(matmul(x, self._weight(f"{name}.weights_proj.weight")))
@@ -703,11 +707,11 @@ class ReferenceModel:
         return self._round(scores[:, : keys.shape[0]])
 
     def _candidate_blocks(self, scores: Tensor, visible: Tensor, state: LayerState) -> Tensor:
-        """Keep the blocks with the best entry, and always the one of the newest visible entry; [T, blocks] bool [A 5.4]."""
+        """Keep the blocks of the best entries and the newest block, [T, blocks] bool [A 5.4]."""
         config = self.config
         size = config.candidate_block_size
         padded = F.pad(scores, (0, -scores.shape[1] % size), value=-math.inf)
-        best = padded.unflatten(1, (-1, size)).amax(-1)
+        best = torch.unflatten(padded, 1, (-1, size)).amax(-1)
         newest = (visible - 1) // size
         block = torch.arange(best.shape[1])
         best = best.masked_fill(block == newest[:, None], math.inf)
@@ -719,10 +723,9 @@ class ReferenceModel:
 
     # Experts
 
-    def _experts(
-        self, name: str, x: Tensor, num_experts: int, num_active: int, state: LayerState
-    ) -> Tensor:
-        """Add the chosen experts in ascending order, then the shared one, in fp32 [B 4.1 to 4.3]."""
+    def _experts(self, name: str, x: Tensor, experts: tuple[int, int], state: LayerState) -> Tensor:
+        """Add the chosen experts in ascending order, then the shared one, in fp32 [B 4]."""
+        num_experts, num_active = experts
         logits = matmul(x, self._weight(f"{name}.gate.weight"))
         scores = torch.sqrt(_softplus(logits))
         biased = scores + self._weight(f"{name}.gate.bias")  # steers the choice, not the weights
@@ -757,14 +760,17 @@ class ReferenceModel:
 
     @torch.no_grad()
     def engram(self, layer_id: int, stream: Tensor, rows: Tensor) -> Tensor:
-        """Add the looked-up value to every stream, gated by key and stream; stream [T, M, C], rows [T, columns] [B 5.5, 5.6]."""
+        """Add the looked-up value to every stream through a gate of its own [B 5.5, 5.6].
+
+        stream [T, M, C] fp32, rows [T, columns] int64 table rows; returns [T, M, C] fp32.
+        """
         config = self.config
         name = f"layers.{layer_id}.engram"
         codes = self._stored[f"{name}.embed.weight"].view(torch.uint8)[rows]
         scales = self._stored[f"{name}.embed.scale"].view(torch.uint8)[rows]
-        values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32))
+        values = torch.unflatten(codes.view(torch.float8_e4m3fn).float(), -1, (-1, 32))
         values = (values * _ue8m0(scales).unsqueeze(-1)).flatten(1)
-        kv = self._linear8(values, f"{name}.wkv").unflatten(-1, (-1, config.hidden_size))
+        kv = torch.unflatten(self._linear8(values, f"{name}.wkv"), -1, (-1, config.hidden_size))
         key, value = kv[:, :-1], kv[:, -1:]
         weight = self._weight(f"{name}.q_weight") * self._weight(f"{name}.k_weight")
         norm_x = torch.rsqrt(stream.square().mean(-1) + config.rms_norm_eps)
@@ -778,9 +784,7 @@ class ReferenceModel:
         if not self.config.engram_layer_ids:
             return token_ids.new_empty(token_ids.shape[0], 0, 0)
         if self._token_map is None:
-            raise ValueError(
-                "the model has Engram layers: give ReferenceModel the token_map of its tokenizer"
-            )
+            raise TokenizerError("Engram layers need the token_map of the model's tokenizer")
         return engram_rows(self.config, token_ids, self._token_map)
 
     # Drafts
@@ -795,53 +799,46 @@ class ReferenceModel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draft greedily behind `first_token`, the token chosen for `position` + 1 [B 6.2 to 6.4].
 
-        features  [P, taps * C], `main_hidden` of the positions 0..P-1 with P > position; later ones are not read
-        returns   tokens [B+1] int64, starting with `first_token`; raw confidences [B] fp32, before any sigmoid or
-                  temperature; logits [B, V] fp32, with the Markov bias
+        features  [P, taps * C], `main_hidden` of positions 0..P-1, P > position
+        returns   tokens [B+1] int64, the first is `first_token`; confidences [B] fp32, raw, before
+                  any sigmoid or temperature; logits [B, V] fp32, with the Markov bias
         """
         config = self.config
         size, window = config.dspark_block_size, config.sliding_window
         first = max(0, position - window + 1)
         main_positions = torch.arange(first, position + 1)
-        main_positions = main_positions[(main_positions % window).argsort()]  # the order of the ring
+        main_positions = main_positions[
+            (main_positions % window).argsort()
+        ]  # the order of the ring
         main = self._linear8(features[main_positions].float(), "mtp.0.main_proj")
         main = self._norm(main, "mtp.0.main_norm.weight")
         positions = position + 1 + torch.arange(size)
         ids = torch.full((size,), config.dspark_noise_token_id)
         ids[0] = first_token
         stream, pre = self.start(ids)
-        slots = torch.arange(main.shape[0] + size).expand(size, -1)  # every row sees the whole block
+        slots = torch.arange(main.shape[0] + size).expand(
+            size, -1
+        )  # every row sees the whole block
         ignored = LayerState(positions, positions)
+        experts = (config.dspark_n_routed_experts, config.dspark_num_experts_per_tok)
         for stage in range(config.num_nextn_predict_layers):
             name = f"mtp.{stage}"
 
             def attention(x: Tensor, name: str = f"{name}.attn") -> Tensor:
                 rope = self._window_rope
                 q = self._queries(name, x, rope, positions)[1]
-                entries = torch.cat(
-                    [
-                        self._window_entries(name, main, rope, main_positions),
-                        self._window_entries(name, x, rope, positions),
-                    ]
-                )
+                context = self._window_entries(name, main, rope, main_positions)
+                entries = torch.cat([context, self._window_entries(name, x, rope, positions)])
                 return self._attend(name, q, entries, slots, rope, positions)
 
-            stream, pre = self._block(
-                name,
-                stream,
-                pre,
-                attention,
-                config.dspark_n_routed_experts,
-                config.dspark_num_experts_per_tok,
-                ignored,
-            )
+            stream, pre = self._block(name, stream, pre, attention, experts, ignored)
         last = f"mtp.{config.num_nextn_predict_layers - 1}"
         return self._propose(last, self._collapse(stream, pre), first_token)
 
     def _propose(
         self, name: str, hidden: Tensor, first_token: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose the drafts one after the other: base logits plus the Markov bias of the token before [B 6.4]."""
+        """Choose the drafts in order: base logits plus the bias of the token before [B 6.4]."""
         base = matmul(self._norm(hidden, f"{name}.norm.weight"), self._weight("head.weight"))
         tokens, confidences, logits = [first_token], [], []
         for row in range(hidden.shape[0]):
@@ -875,7 +872,7 @@ class ReferenceModel:
         return self._round(rms_norm(x, self._weight(name), self.config.rms_norm_eps))
 
     def _linear8(self, x: Tensor, name: str) -> Tensor:
-        """Multiply by an FP8 or FP4 weight: the input goes through ACT8, the output is rounded [B 3.4]."""
+        """Multiply by an FP8 or FP4 weight: quantized input, rounded output [B 3.4]."""
         return self._round(matmul(self._round_trip(x, fp8_codes), self._weight(f"{name}.weight")))
 
     def _weight(self, name: str) -> Tensor:
@@ -884,22 +881,6 @@ class ReferenceModel:
             scale = self._stored.get(f"{name.removesuffix('.weight')}.scale")
             self._dense[name] = dequantize(self._stored[name], scale).contiguous()
         return self._dense[name]
-
-    def _finish_trace(
-        self,
-        trace: MutableMapping[str, Tensor],
-        state: LayerState,
-        taps: list[Tensor],
-        rows: Tensor,
-    ) -> None:
-        """Stack the noted values of the layers under their public names."""
-        for name, values in state.trace.items():
-            single = name.startswith("cand_")
-            trace[name] = values[0] if single else torch.stack(values)
-        if taps:
-            trace["main_hidden"] = self._held(torch.cat(taps, dim=1))
-        if self.config.engram_layer_ids:
-            trace["engram_hash"] = rows.int()
 
 
 def _identity(x: Tensor) -> Tensor:
