@@ -31,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Select the cpu tier when nothing is asked for, and make Hypothesis repeatable."""
     if not config.option.markexpr:
         config.option.markexpr = "cpu and not slow"
+    source = str(Path(__file__).parents[1] / "src")  # child processes import this tree, too
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     repeatable = config.getoption("--seed") == 0
     settings.register_profile("deepinfer", deadline=None, derandomize=repeatable)
     settings.load_profile("deepinfer")
@@ -73,7 +75,7 @@ def _quiet_environment() -> None:
 
 @pytest.fixture(scope="session")
 def golden_folder() -> Path:
-    """Recorded values of the packaged checkpoint: prompts.json and one safetensors file a prompt."""
+    """Recorded values of the packaged checkpoint: prompts.json, one safetensors file a prompt."""
     return DATA / "golden" / "alpha"
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["EngramTables", "engram_multipliers", "engram_primes", "engram_tables", "is_prime"]
 
 # These bases decide primality without error for every n below 3.3e24.
-_WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+_WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
 _SEED_STEP = 10007
 
 

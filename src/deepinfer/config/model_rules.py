@@ -111,26 +111,27 @@ def _rule_sources(v: Values) -> Iterator[str]:
     if not sound:
         return
     first = ratios.index(1) if 1 in ratios else len(ratios)
+    blamed: set[int | None] = set()  # each source once, at its first layer that does not fit
     for layer_id, ratio in enumerate(ratios):
         source = nearest_source(kv, layer_id)
-        if ratio == 0:
+        if ratio == 0 or source in blamed:
             continue
+        expected = None
         if source is None:
-            yield _wrong("kv_source_layer_ids", kv, f"a source at or below layer {layer_id}")
+            expected = f"a source at or below layer {layer_id}"
         elif ratios[source] != ratio:
-            yield _wrong(
-                "kv_source_layer_ids",
-                kv,
-                f"a source of ratio {ratio} for layer {layer_id}; its nearest, layer "
-                f"{source}, has ratio {ratios[source]}",
+            expected = (
+                f"a source of ratio {ratio} for layer {layer_id}; its nearest, layer {source}, "
+                f"has ratio {ratios[source]}"
             )
         elif source < first <= layer_id:
-            yield _wrong(
-                "kv_source_layer_ids",
-                kv,
-                f"layer {layer_id} of the decoder half to have a source at or above its "
-                f"first layer {first}, not {source}",
+            expected = (
+                f"layer {layer_id} of the decoder half to have a source at or above its first "
+                f"layer {first}, not {source}"
             )
+        if expected is not None:
+            blamed.add(source)
+            yield _wrong("kv_source_layer_ids", kv, expected)
 
 
 def _rule_index_keys(v: Values) -> Iterator[str]:
@@ -213,14 +214,15 @@ def _rule_engram_rows(v: Values) -> Iterator[str]:
             f"at most {_MAX_ENGRAM_COLUMNS} hash columns in all layers, not {columns}",
         )
         return
-    primes = engram_primes(len(ids), v.one("engram_vocab_size"), order, heads)
+    start = v.one("engram_vocab_size")
+    primes = engram_primes(len(ids), start, order, heads)
     rows = tuple(sum(sum(group) for group in layer) for layer in primes)
     if max(rows) > MAX_ENGRAM_ROWS:
-        yield _wrong("engram_vocab_size", v.one("engram_vocab_size"), "tables below 2**31 rows")
+        yield _wrong("engram_vocab_size", start, "tables below 2**31 rows")
     found = v.many("engram_num_embeddings")
     if found != rows:
         yield _wrong(
-            "engram_num_embeddings", found, f"{show(rows)} (the sums of the bucket primes)"
+            "engram_num_embeddings", found, f"{show(rows)} (sums of primes from engram_vocab_size)"
         )
 
 
