@@ -1,8 +1,7 @@
 """What a run does: one printable tree of frozen settings, addressed by dotted keys (pure).
 
-Every group checks its values when it is built. "auto" is resolved later, in `config/load.py` and by
-the part that knows the device's memory. Settings of parts that do not exist yet are refused from
-one table, `_NOT_BUILT`.
+Every group checks its values when it is built. "auto" is resolved by the part that knows the model
+and the device. Settings of parts that do not exist yet are refused from one table, `_NOT_BUILT`.
 """
 
 from __future__ import annotations
