@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deepinfer.sampling.rng import exponential
 from deepinfer.sampling.sampler import (
     LOGPROB_FLOOR,
     Sampler,
@@ -149,11 +150,9 @@ def test_pruning_changes_nothing() -> None:
     logits = torch.randn(200, 40, generator=torch.Generator().manual_seed(5)) * 12
     seeds = torch.arange(200)
     positions = torch.arange(200) * 3
-    rows = torch.arange(200).repeat_interleave(40)
-    ids = torch.arange(40).repeat(200)
-    from deepinfer.sampling.rng import exponential
-
-    noise = torch.log(exponential(seeds[rows], positions[rows], ids)).view(200, 40)
+    rows = torch.arange(200).repeat_interleave(10)
+    groups = torch.arange(10).repeat(200)
+    noise = torch.log(exponential(seeds[rows], positions[rows], groups)).reshape(200, 40)
     lead = (logits - logits.amax(-1, keepdim=True)).double()
     assert torch.equal(draw(logits, seeds, positions), (lead - noise).argmax(-1))
 

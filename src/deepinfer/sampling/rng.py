@@ -45,21 +45,18 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def exponential(
-    seeds: Tensor, positions: Tensor, token_ids: Tensor, stream: int = STREAM_TARGET
+    seeds: Tensor, positions: Tensor, groups: Tensor, stream: int = STREAM_TARGET
 ) -> Tensor:
-    """Return the unit exponential E(seed, position, token id) of each element.
+    """Return the unit exponentials E(seed, position, token id) of four token ids each.
 
-    seeds      [N]  int64, the 64 bits of the seed
-    positions  [N]  int64, absolute position of the token being drawn
-    token_ids  [N]  int64
-    returns    [N]  float64; the uniform behind it is clamped to 1 - 2^-24, so the value lies in
-               [2^-33, 16.7]
+    seeds      [N]     int64, the 64 bits of the seed
+    positions  [N]     int64, absolute position of the token being drawn
+    groups     [N]     int64, group g stands for the token ids 4g..4g+3
+    returns    [N, 4]  float64, in [2^-33, 16.7]: the uniform behind it is clamped to 1 - 2^-24
     """
-    lane = token_ids & 3
     counter = torch.stack(
-        (positions & _MASK, token_ids >> 2, torch.full_like(lane, stream), torch.zeros_like(lane))
+        (positions & _MASK, groups, torch.full_like(groups, stream), torch.zeros_like(groups))
     )
     key = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))
-    word = philox(counter, key).gather(0, lane.unsqueeze(0)).squeeze(0)
-    uniform = ((word.double() + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
-    return -torch.log1p(-uniform)
+    uniform = (philox(counter, key).T.double() + 0.5) * 2.0**-32
+    return -torch.log1p(-uniform.clamp_(max=1.0 - 2.0**-24))

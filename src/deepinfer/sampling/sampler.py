@@ -29,6 +29,7 @@ __all__ = [
 
 LOGPROB_FLOOR = -9999.0
 _MASS_ONE = 2.0**31  # fixed point of the likeliest token's mass
+_HOPELESS = MIN_LOG_NOISE - MAX_LOG_NOISE - 0.1  # a logit this far below the largest never wins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +120,15 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     Noise is bounded, so only tokens near the largest logit can win; the others get none.
     """
     lead = logits - logits.amax(dim=-1, keepdim=True)
-    rows, ids = torch.nonzero(lead >= MIN_LOG_NOISE - MAX_LOG_NOISE - 0.1, as_tuple=True)
-    noise = torch.log(exponential(seeds[rows], positions[rows], ids))
-    score = torch.full(logits.shape, -math.inf, dtype=torch.float64, device=logits.device)
-    score[rows, ids] = lead[rows, ids].double() - noise
-    return score.argmax(dim=-1)
+    width = logits.shape[1]
+    if width % 4:
+        lead = torch.nn.functional.pad(lead, (0, -width % 4), value=-math.inf)
+    lead = lead.view(len(logits), -1, 4)
+    rows, groups = torch.nonzero((lead >= _HOPELESS).any(dim=-1), as_tuple=True)
+    noise = torch.log(exponential(seeds[rows], positions[rows], groups))
+    score = torch.full(lead.shape, -math.inf, dtype=torch.float64, device=logits.device)
+    score[rows, groups] = lead[rows, groups] - noise
+    return score.flatten(1).argmax(dim=-1)
 
 
 class Sampler:
