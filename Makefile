@@ -1,6 +1,7 @@
 # Everything a developer runs. Needs a Python >= 3.11 and a package registry; no other tool.
 
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 .PHONY: help setup check format test test-gpu test-multi demo bench clean
 
 VENV := .venv
