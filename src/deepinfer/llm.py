@@ -27,7 +27,7 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_engine_config, load_model_config, resolve_model
 from deepinfer.config.model import ModelConfig
 from deepinfer.engine.executor import Executor, InProcessExecutor
-from deepinfer.engine.loop import EngineLoop
+from deepinfer.engine.loop import EngineLoop, interrupt_after
 from deepinfer.engine.prompts import (
     BadPrompt,
     Prompt,
@@ -236,11 +236,10 @@ class LLM:
             for index, prompt in enumerate(entries):
                 self._submit(index, prompt, params[index], streams=False)
             while len(done) < len(entries):
-                self._collect(loop.step(), first_id, done)
-                self._tell(
-                    progress,
-                    Progress(len(done), len(entries), loop.scheduler.num_generated - start_tokens),
-                )
+                with interrupt_after():
+                    self._collect(loop.step(), first_id, done)
+                    num_tokens = loop.scheduler.num_generated - start_tokens
+                    self._tell(progress, Progress(len(done), len(entries), num_tokens))
         except KeyboardInterrupt:
             interrupted = True
         finally:
