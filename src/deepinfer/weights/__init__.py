@@ -1,0 +1,1 @@
+"""Weights: the official checkpoint described, read, loaded and written."""
