@@ -249,7 +249,7 @@ def choose(
 
     Entries outside `visible` [T,N] and outside `allowed` never count; the newest candidate block always stays.
     """
-    floor = torch.tensor(float("-inf"), device=scores.device)
+    floor = float("-inf")
     scores = torch.where(visible, scores, floor)
     candidates = visible
     if pick_blocks:
@@ -414,6 +414,7 @@ class Backbone:
         self.front, self.back, self.engram = wrap(layer_front), wrap(layer_back), wrap(engram)
         self.scores, self.loss, self.index_loss = wrap(index_scores), wrap(head_loss), wrap(index_loss)
         self.final, self.hash, self.mass = wrap(self._final), wrap(self._hash), wrap(attention_mass)
+        self.embed = wrap(self._embed)
         self.flex: Callable[..., Any] | None = None
         if flex:
             from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -432,6 +433,11 @@ class Backbone:
 
                 total = length + (length // r if r else 0)
                 self.block_masks[r] = create_block_mask(keep, None, None, length, total, device=device)
+
+    @staticmethod
+    def _embed(ids: Tensor, weight: Tensor, streams: int) -> Tensor:
+        h = F.embedding(ids, weight).to(torch.bfloat16)
+        return h[:, :, None].expand(-1, -1, streams, -1).contiguous()
 
     @staticmethod
     def _final(h: Tensor, pre: Tensor, weight: Tensor) -> Tensor:
@@ -490,8 +496,7 @@ class Backbone:
         """
         s = self.shape
         steps, eps = s.hc_sinkhorn_iters, s.hc_eps
-        h = F.embedding(ids, params["embed.weight"]).to(torch.bfloat16)
-        h = h[:, :, None].expand(-1, -1, s.hc_mult, -1).contiguous()
+        h = self.embed(ids, params["embed.weight"], s.hc_mult)
         pre = torch.zeros(*ids.shape, s.hc_mult, device=ids.device)
         pre[..., 0] = 1
         rows = self.hash(ids, *(self.constants[k] for k in ("compressed", "primes", "offsets", "multipliers", "pad")))

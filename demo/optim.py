@@ -37,7 +37,7 @@ def orthogonalize(g: Tensor) -> Tensor:
 class Optimizer:
     """One step of Muon and Adam over a dict of parameters.
 
-    `step(lr)` scales both learning rates by `lr`; gradients are consumed. Router biases have no gradient.
+    `step(lr, grads)` scales both learning rates by `lr`. Router biases have no gradient.
     """
 
     def __init__(
@@ -63,10 +63,9 @@ class Optimizer:
         return p[None]
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update every parameter from its gradient and clear the gradients."""
+    def step(self, lr: float, grads: dict[str, Tensor | None]) -> None:
+        """Update every parameter from its gradient; the gradients are used as scratch."""
         self.count += 1
-        grads = {k: self.params[k].grad for k in self.momentum}
         names = [k for k in self.momentum if is_matrix(k)]
         if names:
             moments = [self.momentum[k] for k in names]
@@ -97,5 +96,3 @@ class Optimizer:
             torch._foreach_sqrt_(denominator)
             torch._foreach_add_(denominator, 1e-10)
             torch._foreach_addcdiv_(ps, m, denominator, -scale)
-        for p in self.params.values():
-            p.grad = None

@@ -348,14 +348,14 @@ def needle(rng: Rng, filler: Callable[[int], str]) -> str:
     `filler(n)` returns about n characters of natural text.
     """
     total = rng.choice([400, 1200, 2500, 4000, 5200])
-    count = rng.choice([1, 2, 4, 8])
+    count = rng.choice([1, 2, 4, 8, 12])
     keys = rng.sample([(c, a) for c in COLOR for a in ANIMAL], count)
     facts = [(f"{c} {a}", "".join(rng.choice("0123456789") for _ in range(4))) for c, a in keys]
     pieces = [filler(total // (count + 1)) for _ in range(count + 1)]
     text = pieces[0]
     for (key, code), piece in zip(facts, pieces[1:], strict=True):
         text += f"\nThe secret code of the {key} is {code}.\n{piece}"
-    order = rng.sample(facts, min(count, rng.choice([1, 2, 4, 8])))
+    order = rng.sample(facts, count)
     if rng.random() < 0.6:
         first, *rest = [(f"What is the secret code of the {k}?", f"The secret code of the {k} is {c}.") for k, c in order]
         return chat([(f"{text}\n\n{first[0]}", first[1]), *rest], None)

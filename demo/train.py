@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,63 @@ def code_accuracy(ids: np.ndarray, hits: np.ndarray) -> dict[str, float]:
     return result
 
 
+def forward_backward(model: Backbone, params: Params, sparse: bool, rows: Tensor, probes: Tensor) -> Tensor:
+    """Return (loss, index loss, recall, expert loads...) of one batch after the backward pass."""
+    out = model(params, rows[:, :-1].contiguous(), sparse=sparse, qat=True, probes=probes)
+    targets = rows[:, 1:].reshape(-1)
+    weights = (targets != 2).float()
+    loss = (model.loss(out["hidden"].flatten(0, 1), params["head.weight"], targets) * weights).sum() / weights.sum()
+    (loss + out["index_loss"]).backward()
+    stats = torch.stack([loss.detach(), out["index_loss"].detach(), out["recall"].mean()])
+    return torch.cat([stats, out["loads"].detach().flatten()])
+
+
+class Step:
+    """Forward and backward of one batch; on a GPU it is recorded once and replayed as a graph."""
+
+    def __init__(self, run: Callable[..., Tensor], params: Params, example: tuple[Tensor, ...], record: bool) -> None:
+        """`run(*inputs)` returns statistics after calling `backward`; `example` gives the inputs' shapes."""
+        self.run, self.params = run, params
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if not record:
+            return
+        try:
+            self.inputs = tuple(t.clone() for t in example)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self._clear()
+                    run(*self.inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            self._clear()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.stats = run(*self.inputs)
+            self.grads = {k: p.grad for k, p in params.items()}
+            self.graph = graph
+        except RuntimeError as error:
+            print(f"no graph: {error}", flush=True)
+            torch.cuda.synchronize()
+        self._clear()
+
+    def _clear(self) -> None:
+        for p in self.params.values():
+            p.grad = None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """Return (statistics, gradients); both are valid until the next call."""
+        if self.graph is None:
+            self._clear()
+            stats = self.run(*inputs)
+            return stats, {k: p.grad for k, p in self.params.items()}
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine.copy_(given, non_blocking=True)
+        self.graph.replay()
+        return self.stats, self.grads
+
+
 def load_inputs(work: Path) -> tuple[Shape, dict[str, Tensor], Corpus, Corpus]:
     """Return (shape, Engram constants, training corpus, held-out corpus)."""
     folder = work / "tokens"
@@ -141,16 +200,18 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=Path(".carry/state"), help="folder to resume from")
     parser.add_argument("--out", type=Path, default=Path(".carry/state"), help="folder for the checkpoint and the log")
     parser.add_argument("--steps", type=int, default=9000, help="length of the whole schedule")
+    parser.add_argument("--seconds", type=float, default=0, help="choose the number of steps to end at this time")
     parser.add_argument("--stop-after", type=float, default=1e9, help="seconds after which to save and leave")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--sparse-from", type=float, default=0.12, help="share of the steps before selection starts")
+    parser.add_argument("--sparse-from", type=float, default=0.25, help="share of the steps before selection starts")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--generated-share", type=float, default=0.25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--light", action="store_true", help="save no optimizer moments")
+    parser.add_argument("--no-graph", action="store_true", help="launch every kernel instead of replaying a graph")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--eval-every", type=int, default=500)
     parser.add_argument("--eval-rows", type=int, default=64)
@@ -184,6 +245,8 @@ def main() -> None:
         log.flush()
 
     first = step
+    runs: dict[bool, Step] = {}
+    biases = [params[f"layers.{i}.ffn.gate.bias"] for i in range(shape.num_hidden_layers)]
     ring: list[Tensor] = []
     mark = time.time()
     profiler = None
@@ -196,19 +259,17 @@ def main() -> None:
         sparse = step >= args.sparse_from * args.steps
         lr = schedule(step, args.steps, step - (0 if moments else first))
         probes = torch.randint(0, args.length, (PROBES,), device=device, generator=generator)
-        out = model(params, rows[:, :-1].contiguous(), sparse=sparse, qat=True, probes=probes)
-        targets = rows[:, 1:].reshape(-1)
-        weights = (targets != 2).float()
-        loss = (model.loss(out["hidden"].flatten(0, 1), params["head.weight"], targets) * weights).sum() / weights.sum()
-        (loss + out["index_loss"]).backward()
-        optimizer.step(lr)
-        with torch.no_grad():
-            load = out["loads"]
-            rate = 2e-3 * min(1.0, 2 * lr)
-            names = [f"layers.{i}.ffn.gate.bias" for i in range(load.shape[0])]
-            change = torch.sign(load.mean(-1, keepdim=True) - load) * rate
-            torch._foreach_add_([params[n] for n in names], list(change))
-        ring.append(torch.stack([loss.detach(), out["index_loss"].detach(), out["recall"].mean()]))
+        if sparse not in runs:
+            runs.clear()
+            run = functools.partial(forward_backward, model, params, sparse)
+            runs[sparse] = Step(run, params, (rows, probes), not args.cpu and not args.no_graph)
+            mark = time.time()
+        stats, grads = runs[sparse](rows, probes)
+        optimizer.step(lr, grads)
+        load = stats[3:].view(len(biases), -1)
+        rate = 2e-3 * min(1.0, 2 * lr)
+        torch._foreach_add_(biases, list(torch.sign(load.mean(-1, keepdim=True) - load) * rate))
+        ring.append(stats[:3].clone())
         step += 1
         if args.profile and step - first == 12:
             torch.cuda.synchronize()
@@ -224,6 +285,10 @@ def main() -> None:
             seconds = time.time() - mark
             report(step=step, loss=values[0], index_loss=values[1], recall=values[2], lr=lr, seconds=time.time() - began,
                    tokens_per_second=int(len(ring) * rows[:, 1:].numel() / seconds))  # fmt: skip
+            if args.seconds and (step - first == 150 or (step - first) % 400 == 0) and step < 0.93 * args.steps:
+                rate = len(ring) / seconds * (1.0 if sparse else 0.93)
+                args.steps = max(step + 200, step + int(rate * (args.seconds - (time.time() - began))))
+                report(step=step, steps=args.steps)
             ring, mark = [], time.time()
         if step % args.eval_every == 0:
             for category in ("natural", "json_chat", "needle"):
