@@ -33,24 +33,10 @@ from deepinfer.config.engram import engram_tables
 from deepinfer.errors import TokenizerError
 
 __all__ = [
-    "IndexRounding",
-    "LayerState",
-    "Numerics",
-    "OutputProjection",
-    "ReferenceModel",
-    "dequantize",
-    "engram_rows",
-    "fp4_e4m3_codes",
-    "fp4_ue8m0_codes",
-    "fp8_codes",
-    "matmul",
-    "mix_coefficients",
-    "rms_norm",
-    "rope_frequencies",
-    "sinkhorn",
-    "sparse_attention",
-    "top_k",
-]
+    "IndexRounding", "LayerState", "Numerics", "OutputProjection", "ReferenceModel", "WindowSlots",
+    "dequantize", "engram_rows", "fp4_e4m3_codes", "fp4_ue8m0_codes", "fp8_codes", "matmul",
+    "mix_coefficients", "rms_norm", "rope_frequencies", "sinkhorn", "sparse_attention", "top_k",
+]  # fmt: skip
 
 Numerics = Literal["official", "noq"]
 OutputProjection = Literal["bf16", "fp8"]
@@ -60,9 +46,7 @@ WindowSlots = Literal["recorded", "full"]
 ROW_BLOCK: Final = 16  # rows of one matrix product
 SLOT_BLOCK: Final = 64  # slots between two updates of the running softmax
 _ROW_TILE: Final = 64  # rows whose keys are gathered together; changes no bit
-_ROUTER_EPS: Final = (
-    1e-20  # of the routing weights' sum; not rms_norm_eps, although equal in the release
-)
+_ROUTER_EPS: Final = 1e-20  # of the routing weights' sum; equals rms_norm_eps by accident
 _FP4_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -318,21 +302,17 @@ def engram_rows(config: ModelConfig, token_ids: Tensor, token_map: Tensor) -> Te
     """
     tables = engram_tables(config)
     layers, orders, heads = tables.primes.shape
-    primes, offsets, multipliers = (
-        torch.from_numpy(t) for t in (tables.primes, tables.offsets, tables.multipliers)
-    )
+    primes, multipliers = torch.from_numpy(tables.primes), torch.from_numpy(tables.multipliers)
     ids = token_map[token_ids]
     pad = int(token_map[config.engram_pad_token_id])
-    history = (
-        F.pad(ids, (orders, 0), value=pad).unfold(0, orders + 1, 1).flip(-1)
-    )  # [T, G], newest first
+    history = F.pad(ids, (orders, 0), value=pad).unfold(0, orders + 1, 1).flip(-1)  # newest first
     rows = torch.empty(ids.shape[0], layers, orders, heads, dtype=torch.int64)
     for layer in range(layers):
         acc = history[:, 0] * multipliers[layer, 0]
         for order in range(orders):
             acc = acc ^ (history[:, order + 1] * multipliers[layer, order + 1])
             rows[:, layer, order] = acc[:, None] % primes[layer, order]
-    return rows.flatten(2) + offsets
+    return rows.flatten(2) + torch.from_numpy(tables.offsets)
 
 
 # --- the model --------------------------------------------------------------------------------
@@ -394,11 +374,9 @@ class ReferenceModel:
         self._token_map: Tensor | None = None
         if token_map is not None:
             self._token_map = torch.as_tensor(token_map).to(torch.int64)
-        dims = config.qk_rope_head_dim
+        dims, stretch = config.qk_rope_head_dim, config.rope_scaling
         self._window_rope = rope_frequencies(dims, config.rope_theta, None)
-        self._compressed_rope = rope_frequencies(
-            dims, config.compress_rope_theta, config.rope_scaling
-        )
+        self._compressed_rope = rope_frequencies(dims, config.compress_rope_theta, stretch)
 
     @torch.no_grad()
     def forward(
@@ -494,8 +472,8 @@ class ReferenceModel:
             window = self.config.sliding_window
             width = min(num_tokens, window) if window_slots == "recorded" else window
             window_slots = torch.full((num_tokens,), width)
-        positions = torch.arange(num_tokens)
-        return LayerState(positions, window_slots, index_rounding, selections or {})
+        rows = torch.arange(num_tokens)
+        return LayerState(rows, window_slots, index_rounding, selections or {})
 
     @torch.no_grad()
     def start(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -605,10 +583,8 @@ class ReferenceModel:
     ) -> Tensor:
         """Attend, rotate the outputs back by the query positions, project [A 3.5 to 3.7]."""
         config = self.config
-        sink = self._weight(f"{name}.attn_sink")
-        out = sparse_attention(
-            q, entries, slots, sink, config.head_dim**-0.5, self.numerics == "official"
-        )
+        sink, scale = self._weight(f"{name}.attn_sink"), config.head_dim**-0.5
+        out = sparse_attention(q, entries, slots, sink, scale, self.numerics == "official")
         out = self._rotate(self._round(out), rope, positions, inverse=True)
         grouped = torch.unflatten(out.flatten(1), 1, (config.o_groups, -1))
         if self.output_projection == "fp8":
@@ -648,9 +624,7 @@ class ReferenceModel:
             weights = exps / _sum_in_order(exps, 1).unsqueeze(1)
             values = _sum_in_order(weights * values, 1)
         latent = self._norm(self._round(values), f"{name}.compressor.norm.weight")
-        positions = (
-            torch.arange(num_entries) * ratio
-        )  # an entry sits at the first token of its group
+        positions = torch.arange(num_entries) * ratio  # of the first token of each group
         if layer.layer_id in config.index_k_source_layer_ids:
             key = self._round(matmul(latent, self._weight(f"{name}.indexer.wk.weight")))
             key = self._norm(key, f"{name}.indexer.k_norm.weight")
@@ -696,7 +670,7 @@ class ReferenceModel:
         q = self._round_trip(q, fp4_ue8m0_codes)
         weights = self._round(matmul(x, self._weight(f"{name}.weights_proj.weight")))
         weights = self._round(weights * (dim**-0.5 * heads**-0.5))
-        inner = self._round if state.index_rounding == "reference" else _identity
+        inner = self._round if state.index_rounding == "reference" else lambda x: x
         columns = []
         for start in range(0, keys.shape[0], SLOT_BLOCK):
             block = keys[start : start + SLOT_BLOCK]
@@ -806,19 +780,15 @@ class ReferenceModel:
         config = self.config
         size, window = config.dspark_block_size, config.sliding_window
         first = max(0, position - window + 1)
-        main_positions = torch.arange(first, position + 1)
-        main_positions = main_positions[
-            (main_positions % window).argsort()
-        ]  # the order of the ring
+        held = torch.arange(first, position + 1)
+        main_positions = held[(held % window).argsort()]  # in the order of the ring
         main = self._linear8(features[main_positions].float(), "mtp.0.main_proj")
         main = self._norm(main, "mtp.0.main_norm.weight")
         positions = position + 1 + torch.arange(size)
         ids = torch.full((size,), config.dspark_noise_token_id)
         ids[0] = first_token
         stream, pre = self.start(ids)
-        slots = torch.arange(main.shape[0] + size).expand(
-            size, -1
-        )  # every row sees the whole block
+        slots = torch.arange(main.shape[0] + size).expand(size, -1)  # all rows see the block
         ignored = LayerState(positions, positions)
         experts = (config.dspark_n_routed_experts, config.dspark_num_experts_per_tok)
         for stage in range(config.num_nextn_predict_layers):
@@ -881,7 +851,3 @@ class ReferenceModel:
             scale = self._stored.get(f"{name.removesuffix('.weight')}.scale")
             self._dense[name] = dequantize(self._stored[name], scale).contiguous()
         return self._dense[name]
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
