@@ -151,7 +151,7 @@ def check_strict_choices(name: str, trace: Mapping[str, Tensor]) -> None:
     assert bool(same[clear].all()), (
         f"{name}: candidate blocks differ at {(~same & clear).nonzero()}"
     )
-    clear = g["route_margin_official"].float() > 0.05  # no strict gap is recorded
+    clear = g["route_margin_official"].float() > STRICT_GAP  # no strict gap is recorded
     same = (sets(trace["route_idx"][:, :num]) == sets(g["route_idx_noq"])).all(-1)
     assert bool(same[clear].all()), f"{name}: experts differ at {(~same & clear).nonzero()}"
 
