@@ -1,0 +1,148 @@
+"""Runner: what reaches the model and the sampler, and what comes back, with a stand-in model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import deepinfer.engine.batch as batch_module
+from deepinfer.engine.plan import Admission, RowPlan, StepKind, StepPlan
+from deepinfer.engine.request import SamplingParams
+from deepinfer.engine.runner import Runner
+from deepinfer.sampling.sampler import Sampler
+
+VOCAB = 20
+CPU = torch.device("cpu")
+
+
+@dataclass
+class FakeModel:
+    """Logits peak at (last token + 1); tokens of `poisoned` give NaN."""
+
+    poisoned: set[int] = field(default_factory=set)
+    seen: list[tuple[list[Any], bool]] = field(default_factory=list)
+    diagnosed: list[list[int]] = field(default_factory=list)
+
+    def forward(self, inputs: Any, caches: Any, logits_rows: Tensor) -> Tensor:
+        sequences, _ = inputs
+        self.seen.append(inputs)
+        flat = [token for sequence in sequences for token in sequence.token_ids]
+        logits = torch.zeros(len(logits_rows), VOCAB)
+        for row, flat_row in enumerate(logits_rows.tolist()):
+            logits[row, (flat[flat_row] + 1) % VOCAB] = 5.0
+            if flat[flat_row] in self.poisoned:
+                logits[row, 3] = math.nan
+        return logits
+
+    def diagnose(self, inputs: Any, caches: Any) -> str:
+        self.diagnosed.append([t for sequence in inputs[0] for t in sequence.token_ids])
+        return "layer 5, feed-forward"
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
+    def build(sequences: Sequence[Any], decode: bool, layout: Any, device: Any) -> Any:
+        return list(sequences), decode
+
+    monkeypatch.setattr(batch_module, "build_inputs", build)
+    return FakeModel()
+
+
+def make_runner(model: FakeModel, **options: Any) -> Runner:
+    """A runner without caches."""
+    sampler = Sampler(VOCAB, 5, CPU)
+    return Runner(model, None, None, sampler, 1, CPU, **options)  # type: ignore[arg-type]
+
+
+def row(slot: int, start: int, token_ids: list[int], samples: bool = True) -> RowPlan:
+    return RowPlan(100 + slot, slot, start, token_ids, (slot,), samples)
+
+
+def admit(slot: int, prompt: int, **params: Any) -> Admission:
+    values = {"temperature": 0, **params}
+    return Admission(slot, prompt, SamplingParams(**values), seed=0)
+
+
+def test_rows_positions_and_inner_chunks(model: FakeModel) -> None:
+    runner = make_runner(model)
+    plan = StepPlan(
+        0,
+        StepKind.PREFILL,
+        (row(2, 0, [4, 5, 6]), row(1, 8, [7, 9]), row(3, 0, [2], samples=False)),
+        (admit(2, 3), admit(3, 9), admit(1, 10, forced_token_ids=[17])),
+    )
+    result = runner.launch(plan).result()
+    sequences, decode = model.seen[0]
+    assert not decode
+    assert [(s.slot, s.start, list(s.token_ids), list(s.blocks)) for s in sequences] == [
+        (2, 0, [4, 5, 6], [2]),
+        (1, 8, [7, 9], [1]),
+        (3, 0, [2], [3]),
+    ]
+    # The second row draws position 10, the first output of its request: the forced id.
+    assert [(r.request_id, r.token_ids) for r in result.rows] == [(102, (7,)), (101, (17,))]
+    assert result.step_id == 0
+    again = runner.launch(StepPlan(1, StepKind.DECODE, (row(1, 10, [17]),))).result()
+    assert model.seen[1][1] and again.rows[0].token_ids == (18,)
+
+
+def test_a_step_of_inner_chunks_samples_nothing(model: FakeModel) -> None:
+    plan = StepPlan(0, StepKind.PREFILL, (row(1, 0, [4, 5], samples=False),), (admit(1, 9),))
+    assert make_runner(model).launch(plan).result().rows == ()
+
+
+def test_each_row_reports_what_it_asked_for(model: FakeModel) -> None:
+    runner = make_runner(model)
+    admissions = (
+        admit(1, 1),
+        admit(2, 1, logprobs=True),
+        admit(3, 1, top_logprobs=2),
+        admit(4, 1, top_logprobs=3),
+    )
+    rows = tuple(row(slot, 0, [slot]) for slot in (1, 2, 3, 4))
+    a, b, c, d = runner.launch(StepPlan(0, StepKind.PREFILL, rows, admissions)).result().rows
+    assert a.logprobs is None and a.top_logprobs is None
+    assert b.logprobs is not None and b.top_logprobs is None
+    assert c.top_logprobs is not None and [i for i, _ in c.top_logprobs[0]] == [4, 0]
+    assert d.top_logprobs is not None and [i for i, _ in d.top_logprobs[0]] == [5, 0, 1]
+    expected = 5.0 - math.log(math.exp(5.0) + VOCAB - 1)
+    assert b.logprobs[0] == pytest.approx(expected, abs=1e-5)
+    assert d.top_logprobs[0][0][1] == d.logprobs[0]  # type: ignore[index]
+
+
+def test_min_tokens_masks_the_end(model: FakeModel) -> None:
+    runner = make_runner(model)
+    plan = StepPlan(0, StepKind.PREFILL, (row(1, 0, [0]),), (admit(1, 1, min_tokens=1),))
+    assert runner.launch(plan).result().rows[0].token_ids != (1,)
+    free = StepPlan(1, StepKind.PREFILL, (row(1, 0, [0]),), (admit(1, 1),))
+    assert runner.launch(free).result().rows[0].token_ids == (1,)
+    ignoring = (admit(1, 1, min_tokens=1, ignore_eos=True),)
+    through = StepPlan(2, StepKind.PREFILL, (row(1, 0, [0]),), ignoring)
+    assert runner.launch(through).result().rows[0].token_ids == (1,)
+
+
+def test_a_bad_row_is_explained_and_the_others_go_on(model: FakeModel) -> None:
+    model.poisoned = {6, 8}
+    asked = 0
+
+    def find() -> str:
+        nonlocal asked
+        asked += 1
+        return "layers.5.ffn.gate.weight"
+
+    runner = make_runner(model, find_bad_weight=find)
+    rows = (row(1, 0, [2, 6]), row(2, 0, [3]), row(3, 0, [8]))
+    admissions = (admit(1, 2), admit(2, 1), admit(3, 1))
+    results = runner.launch(StepPlan(0, StepKind.PREFILL, rows, admissions)).result().rows
+    assert [r.token_ids for r in results] == [(), (4,), ()]
+    for bad in (results[0], results[2]):
+        assert "layer 5" in (bad.error or "") and "layers.5.ffn.gate.weight" in (bad.error or "")
+    assert model.diagnosed == [[2, 6]], "one row explains the step"
+    runner.launch(StepPlan(1, StepKind.DECODE, (row(1, 2, [8]),))).result()
+    assert asked == 1
