@@ -30,9 +30,9 @@ __all__ = ["write_synthetic"]
 _CHUNK_BYTES: Final = 1 << 23
 _MAX_SHARD_BYTES: Final = 4 << 30
 _MIN_SHARDS: Final = 3
-# Root mean squares of uniformly drawn e4m3 and e2m1 codes.
-_RMS: Final = {"F8_E4M3": 100.0, "I8": 2.9}
+# Root mean squares of uniformly drawn codes times those of the scales' spread, in powers of two.
 _SPREAD: Final = {"F8_E4M3": 1, "I8": 2}
+_RMS: Final = {"F8_E4M3": 100.0 * 1.3, "I8": 2.9 * 2.1}
 
 
 @dataclass(frozen=True, slots=True)
