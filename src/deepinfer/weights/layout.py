@@ -232,9 +232,7 @@ def _places(c: ModelConfig) -> dict[str, list[_Place]]:
         _Place(f"layers.{i}.", "backbone", backbone | {"Rows": _engram_rows(c, i)})
         for i in range(c.num_hidden_layers)
     ]
-    mtp = [
-        _Place(f"mtp.{i}.", "draft", {"E": c.dspark_n_routed_experts}) for i in range(drafts)
-    ]
+    mtp = [_Place(f"mtp.{i}.", "draft", {"E": c.dspark_n_routed_experts}) for i in range(drafts)]
     towers = c.vision.num_hidden_layers if c.vision is not None else 0
     sources = c.kv_source_layer_ids
     return {

@@ -36,8 +36,10 @@ _CHAT: Final = (
 _BOS: Final = "<｜begin▁of▁sentence｜>"
 _EOS: Final = "<｜end▁of▁sentence｜>"
 _PAD: Final = "<｜▁pad▁｜>"
-_FREQUENT_PAIRS: Final = (
-    "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le".split()
+_FREQUENT_PAIRS: Final = tuple(
+    """
+    th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le
+    """.split()
 )
 
 
@@ -175,7 +177,7 @@ def _word_level(
 
 
 def _word(number: int, spelling: int, length: int) -> str:
-    """Return a word of `length` letters: its letters from `number`, its capitals from `spelling`."""
+    """Return a word of `length` letters, chosen by `number`; `spelling` chooses its capitals."""
     letters = ""
     for place in range(length):
         number, digit = divmod(number, 26)

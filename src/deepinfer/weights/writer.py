@@ -123,7 +123,7 @@ def _write_shard(stream: BinaryIO, shard: Sequence[TensorSpec], chunks: ChunkSou
     for spec in shard:
         written = 0
         for chunk in chunks(spec):
-            stream.write(memoryview(np.ascontiguousarray(chunk)).cast("B"))
+            stream.write(np.ascontiguousarray(chunk).data)
             written += chunk.nbytes
         assert written == spec.nbytes, (spec.name, written, spec.nbytes)
 
