@@ -115,18 +115,22 @@ def test_fixed_chunks_depend_on_the_request_alone() -> None:
             if row.request_id == request_id
         ]
 
-    alone = Toy(toy_limits())
+    limits = toy_limits(max_num_batched_tokens=12)
+    alone = Toy(limits)
     drive(alone, [toy_request(9, 29, max_tokens=2)])
-    crowd = Toy(toy_limits(), num_blocks=40)
-    drive(
-        crowd,
-        [
-            *(toy_request(i, 5 + i, max_tokens=3) for i in range(4)),
-            toy_request(9, 29, max_tokens=2),
-        ],
-    )
     assert chunks(alone, 9) == [(0, 8), (8, 8), (16, 8), (24, 5)]
-    assert chunks(crowd, 9) == chunks(alone, 9)
+    for length in range(1, 12):  # whatever of the budget the request before it leaves
+        crowd = Toy(limits, num_blocks=40)
+        drive(crowd, [toy_request(0, length, max_tokens=3), toy_request(9, 29, max_tokens=2)])
+        assert chunks(crowd, 9) == chunks(alone, 9)
+
+
+@pytest.mark.parametrize(("num_slots", "most"), [(3, 2), (9, 3)])
+def test_both_slots_and_max_num_seqs_bound_the_batch(num_slots: int, most: int) -> None:
+    toy = Toy(toy_limits(eos_token_id=-1), num_blocks=90, num_slots=num_slots)
+    drive(toy, [toy_request(i, 1, max_tokens=9) for i in range(8)])
+    assert max(len(plan.rows) for plan in toy.runner.plans) == most
+    toy.assert_idle()
 
 
 def test_free_chunks_fill_the_budget() -> None:

@@ -121,10 +121,10 @@ def toy_limits(**changes: int | float | bool) -> Limits:
 class Toy:
     """A scheduler with its pools and a toy runner."""
 
-    def __init__(self, limits: Limits, num_blocks: int = 21) -> None:
+    def __init__(self, limits: Limits, num_blocks: int = 21, num_slots: int = 0) -> None:
         self.limits = limits
         self.blocks = BlockPool(num_blocks)
-        self.slots = SlotPool(limits.max_num_seqs + 1)
+        self.slots = SlotPool(num_slots or limits.max_num_seqs + 1)
         self.scheduler = Scheduler(limits, self.blocks, self.slots, BLOCK)
         self.runner = ToyRunner(limits, num_blocks)
 
@@ -137,7 +137,7 @@ class Toy:
         """Assert that nothing is held."""
         self.check()
         assert self.blocks.num_free == self.blocks.capacity
-        assert self.slots.num_free == self.limits.max_num_seqs
+        assert self.slots.num_free == self.slots.num_slots - 1
         assert not self.scheduler.has_work
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
 

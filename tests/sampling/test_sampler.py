@@ -157,6 +157,14 @@ def test_pruning_changes_nothing() -> None:
     assert torch.equal(draw(logits, seeds, positions), (lead - noise).argmax(-1))
 
 
+def test_an_unlikely_token_wins_as_often_as_it_should() -> None:
+    n, lead = 400_000, 10.0
+    logits = torch.tensor([0.0, -lead]).expand(n, 2)
+    tokens = draw(logits, torch.zeros(n, dtype=torch.int64), torch.arange(n))
+    expected = n / (1 + math.exp(lead))  # 18
+    assert abs(int(tokens.sum()) - expected) < 4 * math.sqrt(expected)
+
+
 def test_same_draw_at_a_position_whatever_the_order_of_steps() -> None:
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(1))
     sampler = make(30, SlotParams(temperature=1.0, seed=9, top_p=0.9))
