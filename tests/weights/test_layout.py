@@ -14,6 +14,7 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.errors import ConfigError
 from deepinfer.weights.layout import (
     PARTS,
+    TensorSpec,
     canonical_name,
     expected_tensors,
     is_ignored,
@@ -25,6 +26,11 @@ from deepinfer.weights.layout import (
 @pytest.fixture(scope="module")
 def real_config() -> ModelConfig:
     return load_model_config(Path(__file__).parents[1] / "data" / "real" / "config.json")
+
+
+@pytest.fixture(scope="module")
+def real(real_config: ModelConfig) -> dict[str, TensorSpec]:
+    return expected_tensors(real_config)
 
 
 def formula(c: ModelConfig) -> int:
@@ -40,12 +46,13 @@ def formula(c: ModelConfig) -> int:
     return total
 
 
-def test_real_inventory_has_the_published_counts(real_config: ModelConfig) -> None:
-    specs = expected_tensors(real_config)
-    assert len(specs) == 96_085 == formula(real_config)
-    assert sum(s.nbytes for s in specs.values()) == 510_286_023_000
+def test_real_inventory_has_the_published_counts(
+    real_config: ModelConfig, real: dict[str, TensorSpec]
+) -> None:
+    assert len(real) == 96_085 == formula(real_config)
+    assert sum(s.nbytes for s in real.values()) == 510_286_023_000
     parameters = Counter[str]()
-    for spec in specs.values():
+    for spec in real.values():
         parameters[spec.part] += spec.num_parameters
     assert parameters == {
         "backbone": 551_880_835_184,
@@ -76,14 +83,14 @@ def test_real_inventory_has_the_published_counts(real_config: ModelConfig) -> No
     ],
 )
 def test_real_tensors(
-    real_config: ModelConfig, name: str, dtype: str, shape: tuple[int, ...]
+    real: dict[str, TensorSpec], name: str, dtype: str, shape: tuple[int, ...]
 ) -> None:
-    spec = expected_tensors(real_config)[name]
+    spec = real[name]
     assert (spec.dtype, spec.shape) == (dtype, shape)
 
 
-def test_absent_tensors_of_the_real_model(real_config: ModelConfig) -> None:
-    specs = expected_tensors(real_config)
+def test_absent_tensors_of_the_real_model(real: dict[str, TensorSpec]) -> None:
+    specs = real
     assert "layers.20.attn.compressor.wgate.weight" not in specs  # ratio 1 pools nothing
     assert "layers.24.attn.indexer.wk.weight" not in specs  # re-indexes its source's keys
     assert "mtp.1.norm.weight" not in specs and "mtp.1.main_norm.weight" not in specs
@@ -105,8 +112,8 @@ def test_beta_follows_the_formula() -> None:
     assert len(expected_tensors(config)) == formula(config)
 
 
-def test_scales_and_weights_name_each_other(real_config: ModelConfig) -> None:
-    specs = expected_tensors(real_config)
+def test_scales_and_weights_name_each_other(real: dict[str, TensorSpec]) -> None:
+    specs = real
     for spec in specs.values():
         if spec.scale_name is not None:
             assert specs[spec.scale_name].scale_of == spec.name
@@ -115,8 +122,8 @@ def test_scales_and_weights_name_each_other(real_config: ModelConfig) -> None:
             assert spec.dtype in ("BF16", "F32")
 
 
-def test_layers_are_neighbours_and_in_order(real_config: ModelConfig) -> None:
-    names = list(expected_tensors(real_config))
+def test_layers_are_neighbours_and_in_order(real: dict[str, TensorSpec]) -> None:
+    names = list(real)
     assert names[0] == "embed.weight"
     layers = [int(m[1]) for n in names if (m := re.match(r"layers\.(\d+)\.", n))]
     assert layers == sorted(layers)
@@ -124,8 +131,8 @@ def test_layers_are_neighbours_and_in_order(real_config: ModelConfig) -> None:
     assert names[last + 1 : last + 3] == ["norm.weight", "head.weight"]
 
 
-def test_ranks_hold_everything_once(real_config: ModelConfig) -> None:
-    specs = expected_tensors(real_config).values()
+def test_ranks_hold_everything_once(real: dict[str, TensorSpec]) -> None:
+    specs = real.values()
     mesh = Mesh(data=8, expert=8, engram=4)
     per_rank = [rank_bytes(specs, mesh, r) for r in range(8)]
     replicated = sum(s.nbytes for s in specs if s.shard == "replicated")
@@ -136,9 +143,9 @@ def test_ranks_hold_everything_once(real_config: ModelConfig) -> None:
     assert set(per_rank[0]) == set(PARTS)
 
 
-def test_uneven_experts_are_refused(real_config: ModelConfig) -> None:
+def test_uneven_experts_are_refused(real: dict[str, TensorSpec]) -> None:
     with pytest.raises(ConfigError, match="384 experts"):
-        rank_bytes(expected_tensors(real_config).values(), Mesh(data=7, expert=7), 0)
+        rank_bytes(real.values(), Mesh(data=7, expert=7), 0)
 
 
 def test_names() -> None:

@@ -263,10 +263,10 @@ class _Inventory:
         self._tell("unexpected", sorted(rest, key=_natural))
 
     def _tell(self, what: str, items: Iterable[str]) -> None:
-        """Note the items, one line for all whose names differ in numbers only."""
+        """Note the items, one line for all whose names differ in layer and expert only."""
         groups: defaultdict[str, list[str]] = defaultdict(list)
         for item in items:
-            groups[re.sub(r"\d+", "*", item.partition(" (")[0])].append(item)
+            groups[re.sub(r"\.\d+\.", ".*.", item.partition(" (")[0])].append(item)
         for members in groups.values():
             shown = ", ".join(members[:_SHOWN])
             more = f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else ""

@@ -23,6 +23,8 @@ __all__ = ["JsonObject", "MappedFile", "StoredTensor", "parse_object", "read_hea
 
 _MAX_HEADER_BYTES: Final = 100_000_000
 _METADATA: Final = "__metadata__"
+# A touched page brings its aligned neighbourhood of this size into the map.
+_READ_AHEAD_BYTES: Final = 1 << 16
 # Every type of the format that fills whole bytes; which ones are ours is the layout's business.
 _ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -182,7 +184,11 @@ class MappedFile:
         self.data: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Drop the pages of a range from memory; the next touch reads them again."""
-        begin = offset - offset % mmap.PAGESIZE
+        """Drop the pages of a range, and those read ahead beside it, from memory.
+
+        The next touch reads them again.
+        """
+        begin = offset - offset % _READ_AHEAD_BYTES
+        end = min(offset + nbytes + _READ_AHEAD_BYTES, self.data.size)
         if nbytes and hasattr(self._map, "madvise"):
-            self._map.madvise(mmap.MADV_DONTNEED, begin, offset + nbytes - begin)
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
