@@ -112,8 +112,8 @@ def linear8(x: Tensor, w: Tensor, qat: bool) -> Tensor:
     return F.linear(x, quant.weight8(w) if qat else w.to(torch.bfloat16))
 
 
-def moe(p: Params, x: Tensor, top_k: int, limit: float, scaling: float, qat: bool) -> tuple[Tensor, Tensor]:
-    """Return (output, tokens per expert [E]); all experts are computed as one wide product, unchosen ones masked."""
+def moe(p: Params, x: Tensor, counted: Tensor, top_k: int, limit: float, scaling: float, qat: bool) -> tuple[Tensor, Tensor]:
+    """Return (output, `counted` tokens per expert [E]); all experts are computed as one wide product, unchosen ones masked."""
     x8 = quant.act8(x) if qat else x
     w1, w3, w2 = p["ffn.experts.w1"], p["ffn.experts.w3"], p["ffn.experts.w2"]  # [E,I,D], [E,I,D], [E,D,I]
     experts, inner, _ = w1.shape
@@ -141,7 +141,7 @@ def moe(p: Params, x: Tensor, top_k: int, limit: float, scaling: float, qat: boo
     s = act(linear8(x8, p["ffn.shared_experts.w1.weight"], qat), linear8(x8, p["ffn.shared_experts.w3.weight"], qat)).to(x.dtype)
     s = quant.act8(s) if qat else s
     shared = linear8(s, p["ffn.shared_experts.w2.weight"], qat)
-    return routed + shared, chosen.flatten(0, -2).sum(0).float()
+    return routed + shared, (chosen * counted[..., None]).flatten(0, -2).sum(0)
 
 
 # ---------------------------------------------------------------------------------------------- compiled parts
@@ -163,7 +163,7 @@ def layer_front(
     qr = rms(linear8(x8, p["attn.wq_a.weight"], qat), p["attn.q_norm.weight"])
     qr8 = quant.act8(qr) if qat else qr
     q = linear8(qr8, p["attn.wq_b.weight"], qat).unflatten(-1, (heads, -1))
-    q = rotate(q, cos[:, None], sin[:, None])
+    q = rotate(q, cos[..., None, :], sin[..., None, :])
     kv = rotate(rms(linear8(x8, p["attn.wkv.weight"], qat), p["attn.kv_norm.weight"]), cos, sin)
     kv = quant.act8(kv) if qat else kv
     out: tuple[Tensor, ...] = (q, kv, pre_a, post, comb)
@@ -184,7 +184,7 @@ def layer_front(
         out += (ckv, ikey)
     if owns_index:
         iq = linear8(qr8.detach(), p["attn.indexer.wq_b.weight"], qat).unflatten(-1, (index_heads, -1))
-        iq = rotate(iq, cos[:, None], sin[:, None])
+        iq = rotate(iq, cos[..., None, :], sin[..., None, :])
         iq = quant.act4_e8(iq) if qat else iq
         iw = F.linear(x.detach(), p["attn.indexer.weights_proj.weight"].to(torch.bfloat16)).float()
         out += (iq, iw * (iq.shape[-1] ** -0.5 * index_heads**-0.5))
@@ -193,7 +193,7 @@ def layer_front(
 
 def layer_back(
     p: Params, h: Tensor, o: Tensor, lse: Tensor, tables: tuple[Tensor, Tensor], pre: Tensor, post: Tensor, comb: Tensor,
-    groups: int, top_k: int, limit: float, scaling: float, steps: int, eps: float, qat: bool,
+    counted: Tensor, groups: int, top_k: int, limit: float, scaling: float, steps: int, eps: float, qat: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """From the attention output without sink (o [B,H,T,d], lse [B,H,T]) to the trunk after the FFN.
 
@@ -201,15 +201,15 @@ def layer_back(
     """
     cos, sin = tables
     o = o * torch.sigmoid(lse.float() - p["attn.attn_sink"][:, None])[..., None]
-    o = rotate(o.to(h.dtype).transpose(1, 2), cos[:, None], sin[:, None], inverse=True)
+    o = rotate(o.to(h.dtype).transpose(-3, -2), cos[..., None, :], sin[..., None, :], inverse=True)
     wo_a = p["attn.wo_a.weight"]
     wo_a = quant.weight8(wo_a) if qat else wo_a.to(torch.bfloat16)
-    z = torch.einsum("btgi,goi->btgo", o.flatten(2).unflatten(-1, (groups, -1)), wo_a.unflatten(0, (groups, -1))).flatten(2)
+    z = torch.einsum("...gi,goi->...go", o.flatten(-2).unflatten(-1, (groups, -1)), wo_a.unflatten(0, (groups, -1))).flatten(-2)
     y = linear8(quant.act8(z) if qat else z, p["attn.wo_b.weight"], qat)
     h = expand(h, y, post, comb)
     pre_f, post_f, comb_f = coefficients(h, p["hc_ffn_fn"], p["hc_ffn_scale"], p["hc_ffn_base"], steps, eps)
     x = rms(mix(h, pre), p["ffn_norm.weight"])
-    y, load = moe(p, x, top_k, limit, scaling, qat)
+    y, load = moe(p, x, counted, top_k, limit, scaling, qat)
     return expand(h, y, post_f, comb_f), pre_f, load
 
 
@@ -388,6 +388,23 @@ def init_backbone(shape: Shape, seed: int = 0) -> Params:
     return p
 
 
+def init_drafts(shape: Shape, seed: int = 1) -> Params:
+    """Return freshly drawn parameters of the draft blocks and their heads, fp32."""
+    g = torch.Generator().manual_seed(seed)
+    d, v, rank, last = shape.hidden_size, shape.vocab_size, shape.dspark_markov_rank, shape.num_nextn_predict_layers - 1
+    p: Params = {}
+    for block in range(last + 1):
+        p |= init_layer(shape, f"mtp.{block}.", shape.dspark_n_routed_experts, g)
+    taps = len(shape.dspark_target_layer_ids) * d
+    p["mtp.0.main_proj.weight"] = torch.randn(d, taps, generator=g) / math.sqrt(taps)
+    p["mtp.0.main_norm.weight"] = torch.ones(d)
+    p[f"mtp.{last}.norm.weight"] = torch.ones(d)
+    p[f"mtp.{last}.markov_head.embed.weight"] = torch.randn(v, rank, generator=g) * 0.3
+    p[f"mtp.{last}.markov_head.head.weight"] = torch.zeros(v, rank)
+    p[f"mtp.{last}.confidence_head.proj.weight"] = torch.zeros(1, d + rank)
+    return p
+
+
 def sub(params: Params, prefix: str) -> Params:
     """Return the parameters below `prefix`, with the prefix removed."""
     return {k[len(prefix) :]: v for k, v in params.items() if k.startswith(prefix)}
@@ -486,15 +503,21 @@ class Backbone:
         return o, lse
 
     def __call__(
-        self, params: Params, ids: Tensor, *, sparse: bool, qat: bool, probes: Tensor | None = None, random_choice: bool = False
+        self, params: Params, ids: Tensor, *, top_k: int, qat: bool, probes: Tensor | None = None, random_choice: bool = False,
+        counted: Tensor | None = None,
     ) -> dict[str, Any]:
         """Run rows of ids [B,T].
 
         Returns hidden (after the final norm, [B,T,D]), loads [L,E], taps [B,T,n*D], index_loss (scalar, with
         `probes`: the query positions whose attention teaches the indexers) and recall (selected share of the mass).
-        `sparse` False attends to every visible entry; `random_choice` replaces the indexers' scores by noise.
+        `top_k` 0 attends to every visible entry; `random_choice` replaces the indexers' scores by noise; `counted` [B,T]
+        tells which tokens count in the loads.
         """
         s = self.shape
+        sparse = top_k > 0
+        blocks_kept = max(s.candidate_topk_blocks, top_k // 2)
+        if counted is None:
+            counted = torch.ones(ids.shape, device=ids.device)
         steps, eps = s.hc_sinkhorn_iters, s.hc_eps
         h = self.embed(ids, params["embed.weight"], s.hc_mult)
         pre = torch.zeros(*ids.shape, s.hc_mult, device=ids.device)
@@ -546,8 +569,8 @@ class Backbone:
                         first = layer == s.candidate_source_layer_id
                         filters = layer > s.candidate_source_layer_id
                         selected, blocks = choose(
-                            scores, visible, candidates if filters else None, s.index_topk, s.candidate_block_size,
-                            s.candidate_topk_blocks, first,
+                            scores, visible, candidates if filters else None, top_k, s.candidate_block_size,
+                            blocks_kept, first,
                         )  # fmt: skip
                         candidates = blocks if first else candidates
                 else:
@@ -564,7 +587,7 @@ class Backbone:
             o, lse = self.attend(q, kv, ckv[source] if ratio else None, selected if ratio else None, ratio)
             back = {k: v for k, v in p.items() if k.startswith(("ffn", "hc_ffn")) or "wo_" in k or "sink" in k}
             h, pre, load = self.back(
-                back, h, o, lse, tables, pre_a, post, comb, s.o_groups, s.num_experts_per_tok, s.swiglu_limit,
+                back, h, o, lse, tables, pre_a, post, comb, counted, s.o_groups, s.num_experts_per_tok, s.swiglu_limit,
                 s.routed_scaling_factor, steps, eps, qat,
             )  # fmt: skip
             loads.append(load)

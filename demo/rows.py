@@ -30,14 +30,40 @@ class Corpus:
         self.bytes: np.ndarray = data["bytes"]
         self.categories: np.ndarray = data["categories"]
         self.starts = np.cumsum(self.lengths) - self.lengths
+        self.marks = np.ones(self.ids.size, np.uint8)
+
+    def mark(self, digits: set[int], weight: int) -> None:
+        """Fill `marks`: the loss weight of every token (`weight` for the digits of a repeated code), +128 in natural text."""
+        is_digit = np.isin(self.ids, list(digits))
+        for index in np.flatnonzero(self.categories == CATEGORIES.index("needle")):
+            first, last = int(self.starts[index]), int(self.starts[index] + self.lengths[index])
+            flags = is_digit[first:last].astype(np.int8)
+            edges = np.diff(np.concatenate([[0], flags, [0]]))
+            seen: set[bytes] = set()
+            for a, b in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
+                if b - a == 4:
+                    code = self.ids[first + a : first + b].tobytes()
+                    if code in seen:
+                        self.marks[first + a : first + b] = weight
+                    seen.add(code)
+        for index in np.flatnonzero(np.isin(self.categories, _CUT_ANYWHERE)):
+            first = int(self.starts[index])
+            self.marks[first : first + int(self.lengths[index])] += 128
 
     def document(self, index: int) -> np.ndarray:
         """Return the ids of one document, BOS and EOS included."""
         return self.ids[self.starts[index] : self.starts[index] + self.lengths[index]]
 
 
-def epoch(corpus: Corpus, length: int, generated_share: float, seed: int) -> np.ndarray:
-    """Return the rows of one pass over the natural text, mixed with generated documents, uint16 [R, length + 1]."""
+def _empty(width: int) -> np.ndarray:
+    return np.stack([np.full(width, PAD_ID, np.uint16), np.zeros(width, np.uint16)])
+
+
+def epoch(corpus: Corpus, length: int, generated_share: float, favoured: float, seed: int) -> np.ndarray:
+    """Return one pass over the natural text, mixed with generated documents: uint16 [R, 2, length + 1], ids and marks.
+
+    `favoured` is the share of needle and copy documents among the generated tokens, 0 = as they come.
+    """
     rng = np.random.default_rng(seed)
     width = length + 1
     pieces: list[tuple[bool, int, int, bool]] = []  # splittable, start, count, wants BOS
@@ -51,13 +77,18 @@ def epoch(corpus: Corpus, length: int, generated_share: float, seed: int) -> np.
     wanted = natural * generated_share / (1 - generated_share)
     others = np.flatnonzero(~np.isin(corpus.categories, _CUT_ANYWHERE) & (corpus.lengths <= length))
     rng.shuffle(others)
-    for index in others[: int(np.searchsorted(np.cumsum(corpus.lengths[others]), wanted)) + 1]:
-        pieces.append((False, int(corpus.starts[index]), int(corpus.lengths[index]), False))
+    special = np.isin(corpus.categories[others], [CATEGORIES.index("needle"), CATEGORIES.index("copy")])
+    parts = [(others, wanted)]
+    if favoured:
+        parts = [(others[special], wanted * favoured), (others[~special], wanted * (1 - favoured))]
+    for part, amount in parts:
+        for index in part[: int(np.searchsorted(np.cumsum(corpus.lengths[part]), amount)) + 1]:
+            pieces.append((False, int(corpus.starts[index]), int(corpus.lengths[index]), False))
     order = rng.permutation(len(pieces))
     queue = deque(pieces[i] for i in order)
     aside: deque[tuple[bool, int, int, bool]] = deque()
     rows: list[np.ndarray] = []
-    row = np.full(width, PAD_ID, np.uint16)
+    row = _empty(width)
     used = 0
     while queue or aside:
         piece = aside.popleft() if aside and (used == 0 or not queue) else queue.popleft()
@@ -67,7 +98,7 @@ def epoch(corpus: Corpus, length: int, generated_share: float, seed: int) -> np.
             if not splittable and used:
                 if not queue and used:
                     rows.append(row)
-                    row, used = np.full(width, PAD_ID, np.uint16), 0
+                    row, used = _empty(width), 0
                     aside.appendleft(piece)
                 else:
                     aside.append(piece)
@@ -83,24 +114,27 @@ def epoch(corpus: Corpus, length: int, generated_share: float, seed: int) -> np.
                 size = 0
         if size:
             if bos:
-                row[used] = BOS_ID
-            row[used + bos : used + size] = corpus.ids[start : start + count]
+                row[0, used] = BOS_ID
+            row[0, used + bos : used + size] = corpus.ids[start : start + count]
+            row[1, used + bos : used + size] = corpus.marks[start : start + count]
             used += size
         if used >= width - 8 or size == 0:
             rows.append(row)
-            row, used = np.full(width, PAD_ID, np.uint16), 0
+            row, used = _empty(width), 0
     out = np.stack(rows)
     return out[rng.permutation(len(out))]
 
 
-def batches(corpus: Corpus, length: int, rows: int, generated_share: float, seed: int, skip: int) -> Iterator[np.ndarray]:
-    """Yield endless batches [rows, length + 1], the first `skip` left out; epochs are made in a thread."""
+def batches(
+    corpus: Corpus, length: int, rows: int, generated_share: float, favoured: float, seed: int, skip: int
+) -> Iterator[np.ndarray]:
+    """Yield endless batches [rows, 2, length + 1], the first `skip` left out; epochs are made in a thread."""
     queue: Queue[np.ndarray] = Queue(maxsize=2)
 
     def produce() -> None:
         number = 0
         while True:
-            queue.put(epoch(corpus, length, generated_share, seed + number))
+            queue.put(epoch(corpus, length, generated_share, favoured, seed + number))
             number += 1
 
     threading.Thread(target=produce, daemon=True).start()

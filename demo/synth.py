@@ -347,7 +347,7 @@ def needle(rng: Rng, filler: Callable[[int], str]) -> str:
 
     `filler(n)` returns about n characters of natural text.
     """
-    total = rng.choice([400, 1200, 2500, 4000, 5200])
+    total = rng.choice([200, 500, 1200, 2500, 4000, 5200])
     count = rng.choice([1, 2, 4, 8, 12])
     keys = rng.sample([(c, a) for c in COLOR for a in ANIMAL], count)
     facts = [(f"{c} {a}", "".join(rng.choice("0123456789") for _ in range(4))) for c, a in keys]

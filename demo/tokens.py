@@ -32,7 +32,7 @@ CATEGORIES = (
 )  # fmt: skip
 # characters of generated text a category
 AMOUNTS = {
-    "json": 4.0e6, "json_chat": 4.0e6, "tool_chat": 3.5e6, "arithmetic": 1.5e6, "copy": 3.0e6, "needle": 9.0e6,
+    "json": 4.0e6, "json_chat": 4.0e6, "tool_chat": 3.5e6, "arithmetic": 1.5e6, "copy": 3.0e6, "needle": 14.0e6,
     "gloss_chat": 3.0e6, "passage_chat": 3.0e6, "talk": 0.1e6,
 }  # fmt: skip
 EVAL_DOCUMENTS = {"json": 120, "json_chat": 120, "tool_chat": 60, "arithmetic": 60, "copy": 80, "needle": 160, "gloss_chat": 40}
@@ -175,15 +175,20 @@ def main() -> None:
     """Train the tokenizer, encode training and held-out text."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".carry"))
-    work: Path = parser.parse_args().work
+    parser.add_argument("--seed", type=int, default=1, help="of the generated training text")
+    args = parser.parse_args()
+    work: Path = args.work
     train, held = read_jsonl(work / "train.jsonl"), read_jsonl(work / "heldout.jsonl")
-    made = list(generated(train, work, 1, AMOUNTS, documents=False))
+    made = list(generated(train, work, args.seed, AMOUNTS, documents=False))
     rng = random.Random(0)
     out = work / "tokens"
     out.mkdir(exist_ok=True)
     sample = [d.text[i : i + 4000] for d in train for i in range(0, len(d.text), 12000)]
     sample += [t for _, t in rng.sample(made, min(len(made), 3000))]
-    tokenizer = train_tokenizer(iter(sample))
+    if (out / "tokenizer.json").exists():
+        tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))  # ids of a checkpoint must not move
+    else:
+        tokenizer = train_tokenizer(iter(sample))
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     config = {"add_bos_token": True, "add_eos_token": False, "bos_token": synth.BOS, "eos_token": synth.EOS}
     config |= {"pad_token": PAD, "model_max_length": 2048, "tokenizer_class": "PreTrainedTokenizerFast"}

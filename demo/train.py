@@ -50,6 +50,14 @@ def load_parts(folder: Path, stem: str) -> dict[str, Tensor]:
     return state
 
 
+def phase(progress: float, dense: float) -> int:
+    """Return the number of entries to select: 0 (all) during the share `dense`, then fewer and fewer down to 64."""
+    if progress < dense:
+        return 0
+    rest = (progress - dense) / (1 - dense)
+    return 256 if rest < 0.15 else 128 if rest < 0.3 else 64
+
+
 def schedule(step: int, steps: int, since_start: int) -> float:
     """Warm up, stay, then fall linearly over the last half."""
     progress = step / steps
@@ -75,8 +83,8 @@ def evaluate(
         chosen = ids[first : min(first + batch, keep)]
         part[: len(chosen)] = chosen
         rows = torch.from_numpy(part).to(model.device)
-        out = model(params, rows[:, :-1].contiguous(), qat=options.get("qat", True), sparse=options.get("sparse", True),
-                    random_choice=options.get("random_choice", False))  # fmt: skip
+        out = model(params, rows[:, :-1].contiguous(), qat=options.get("qat", True), top_k=options.get("top_k", 64),
+                    random_choice=options.get("random_choice", False), counted=(rows[:, :-1] != 2).float())  # fmt: skip
         hidden, targets = out["hidden"].detach().flatten(0, 1), rows[:, 1:].reshape(-1)
         loss = model.loss(hidden.requires_grad_(hidden.is_cuda), params["head.weight"], targets).detach()
         hits = (torch.nn.functional.linear(hidden, params["head.weight"].bfloat16()).argmax(-1) == targets).float()
@@ -126,11 +134,13 @@ def code_accuracy(ids: np.ndarray, hits: np.ndarray) -> dict[str, float]:
     return result
 
 
-def forward_backward(model: Backbone, params: Params, sparse: bool, rows: Tensor, probes: Tensor) -> Tensor:
+def forward_backward(model: Backbone, params: Params, top_k: int, rows: Tensor, probes: Tensor) -> Tensor:
     """Return (loss, index loss, recall, expert loads...) of one batch after the backward pass."""
-    out = model(params, rows[:, :-1].contiguous(), sparse=sparse, qat=True, probes=probes)
-    targets = rows[:, 1:].reshape(-1)
-    weights = (targets != 2).float()
+    ids, marks = rows[:, 0], rows[:, 1]
+    natural = (marks[:, :-1] >= 128).float()
+    out = model(params, ids[:, :-1].contiguous(), top_k=top_k, qat=True, probes=probes, counted=natural)
+    targets = ids[:, 1:].reshape(-1)
+    weights = (marks[:, 1:] % 128).reshape(-1).float()
     loss = (model.loss(out["hidden"].flatten(0, 1), params["head.weight"], targets) * weights).sum() / weights.sum()
     (loss + out["index_loss"]).backward()
     stats = torch.stack([loss.detach(), out["index_loss"].detach(), out["recall"].mean()])
@@ -204,7 +214,11 @@ def main() -> None:
     parser.add_argument("--stop-after", type=float, default=1e9, help="seconds after which to save and leave")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--sparse-from", type=float, default=0.25, help="share of the steps before selection starts")
+    parser.add_argument("--dense", type=float, default=0.4, help="share of the steps before selection starts")
+    parser.add_argument("--peak", type=float, default=1.0, help="factor of both learning rates")
+    parser.add_argument("--restart", action="store_true", help="take the parameters, begin a new schedule")
+    parser.add_argument("--favoured", type=float, default=0.4, help="share of needles and copies in the generated text")
+    parser.add_argument("--answer-weight", type=int, default=8, help="loss weight of retrieved digits")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
@@ -224,6 +238,8 @@ def main() -> None:
     shape, constants, corpus, held = load_inputs(args.work)
     state = load_parts(args.state, "backbone")
     step = int(state.pop("step")) if state else 0
+    step = 0 if args.restart else step
+    corpus.mark(set(DIGIT_IDS), args.answer_weight)
     params = state or init_backbone(shape, args.seed)
     params = {k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias")) for k, v in params.items()}
     optimizer = Optimizer(params, shape.o_groups, args.muon_lr, args.adam_lr, args.weight_decay)
@@ -245,29 +261,29 @@ def main() -> None:
         log.flush()
 
     first = step
-    runs: dict[bool, Step] = {}
+    runs: dict[int, Step] = {}
     biases = [params[f"layers.{i}.ffn.gate.bias"] for i in range(shape.num_hidden_layers)]
     ring: list[Tensor] = []
     mark = time.time()
     profiler = None
-    for raw in batches(corpus, args.length, args.batch, args.generated_share, args.seed * 1000, step):
+    for raw in batches(corpus, args.length, args.batch, args.generated_share, args.favoured, args.seed * 1000, step):
         if step >= args.steps or time.time() - began > args.stop_after:
             break
         rows = torch.from_numpy(raw.astype(np.int64)).pin_memory().to(device, non_blocking=True) if not args.cpu else (
             torch.from_numpy(raw.astype(np.int64))
         )
-        sparse = step >= args.sparse_from * args.steps
-        lr = schedule(step, args.steps, step - (0 if moments else first))
+        top_k = phase(step / args.steps, args.dense)
+        lr = args.peak * schedule(step, args.steps, step - (0 if moments else first))
         probes = torch.randint(0, args.length, (PROBES,), device=device, generator=generator)
-        if sparse not in runs:
+        if top_k not in runs:
             runs.clear()
-            run = functools.partial(forward_backward, model, params, sparse)
-            runs[sparse] = Step(run, params, (rows, probes), not args.cpu and not args.no_graph)
-            mark = time.time()
-        stats, grads = runs[sparse](rows, probes)
+            run = functools.partial(forward_backward, model, params, top_k)
+            runs[top_k] = Step(run, params, (rows, probes), not args.cpu and not args.no_graph)
+            ring, mark = [], time.time()
+        stats, grads = runs[top_k](rows, probes)
         optimizer.step(lr, grads)
         load = stats[3:].view(len(biases), -1)
-        rate = 2e-3 * min(1.0, 2 * lr)
+        rate = max(5e-4, 4e-3 * min(1.0, 2 * lr))
         torch._foreach_add_(biases, list(torch.sign(load.mean(-1, keepdim=True) - load) * rate))
         ring.append(stats[:3].clone())
         step += 1
@@ -284,16 +300,16 @@ def main() -> None:
             values = torch.stack(ring).mean(0).tolist()
             seconds = time.time() - mark
             report(step=step, loss=values[0], index_loss=values[1], recall=values[2], lr=lr, seconds=time.time() - began,
-                   tokens_per_second=int(len(ring) * rows[:, 1:].numel() / seconds))  # fmt: skip
+                   tokens_per_second=int(len(ring) * rows[:, 0, 1:].numel() / seconds))  # fmt: skip
             if args.seconds and (step - first == 150 or (step - first) % 400 == 0) and step < 0.93 * args.steps:
-                rate = len(ring) / seconds * (1.0 if sparse else 0.93)
+                rate = len(ring) / seconds * (1.0 if top_k else 0.93)
                 args.steps = max(step + 200, step + int(rate * (args.seconds - (time.time() - began))))
                 report(step=step, steps=args.steps)
             ring, mark = [], time.time()
         if step % args.eval_every == 0:
             for category in ("natural", "json_chat", "needle"):
-                found = evaluate(model, params, held, category, args.batch, args.eval_rows, sparse=sparse)
-                report(step=step, evaluated=category, sparse=sparse, **found)
+                found = evaluate(model, params, held, category, args.batch, args.eval_rows, top_k=top_k)
+                report(step=step, evaluated=category, top_k=top_k, **found)
             mark = time.time()
     save_parts({k: v for k, v in params.items()} | {"step": torch.tensor(step)}, args.out, "backbone")
     if not args.light:
