@@ -44,12 +44,16 @@ from deepinfer.engine.text import TextStream
 from deepinfer.errors import ConfigError, TokenizerError, UnsupportedError
 from deepinfer.model.fast.model import FastModel
 from deepinfer.sampling.sampler import Sampler
+from deepinfer.weights.load import find_nonfinite
 from deepinfer.weights.reader import Checkpoint
 
 __all__ = ["DEMO_WEIGHTS_ARE_RANDOM", "LLM", "Interrupted", "Progress", "resolve_device"]
 
 DEMO_WEIGHTS_ARE_RANDOM = True
 """Whether the model `demo` is untrained; programs that show its text say so."""
+
+_SEARCHED_BYTES = 32 * 2**30
+"""Checkpoints above this are not read through for the cause of a bad logit."""
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +110,14 @@ def _available_bytes(device: torch.device) -> int:
     except OSError:
         pass
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _name_nonfinite(checkpoint: Checkpoint) -> str | None:
+    """Name the first stored tensors that hold NaN or infinity; None when none does, or unread."""
+    if sum(tensor.nbytes for tensor in checkpoint.tensors.values()) > _SEARCHED_BYTES:
+        return None
+    names = find_nonfinite(checkpoint, limit=3)
+    return f"{', '.join(names)} holds NaN or infinity" if names else None
 
 
 class LLM:
@@ -178,7 +190,15 @@ class LLM:
         )
         caches = Caches.allocate(layout, sizes.num_blocks, sizes.num_slots, device)
         sampler = Sampler(model_config.vocab_size, sizes.num_slots, device, banned)
-        runner = Runner(model, caches, layout, sampler, model_config.eos_token_id, device)
+        runner = Runner(
+            model,
+            caches,
+            layout,
+            sampler,
+            model_config.eos_token_id,
+            device,
+            find_bad_weight=lambda: _name_nonfinite(checkpoint),
+        )
         return runner, sizes
 
     def _start(self, executor: Executor) -> None:

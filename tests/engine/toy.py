@@ -86,6 +86,7 @@ class ToyRunner:
             self.cells[row.blocks[position // BLOCK], position % BLOCK] = token
         end = row.start + len(row.token_ids)
         seen = [self.cells[row.blocks[p // BLOCK], p % BLOCK] for p in range(end)]
+        assert len(row.blocks) == -(-end // BLOCK), "more blocks than the rows need"
         assert seen == state, "blocks and slot tell different stories"
         if not row.samples:
             return None

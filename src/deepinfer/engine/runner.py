@@ -104,7 +104,7 @@ class Runner:
         if self._bad_weight is None:
             self._bad_weight = (self._find_bad_weight(),)
         weight = self._bad_weight[0]
-        cause = f"; the weights are damaged: {weight}" if weight else ""
+        cause = f"; the weights are damaged: {weight}" if weight is not None else ""
         return f"the logits are not finite: {where}{cause}"
 
 

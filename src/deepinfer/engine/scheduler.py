@@ -287,7 +287,7 @@ class Scheduler:
                     slot=sequence.slot,
                     start=begin,
                     token_ids=sequence.token_ids[begin:end],
-                    blocks=sequence.blocks,
+                    blocks=self._table(sequence, end),
                     samples=samples,
                 )
             )
@@ -325,12 +325,16 @@ class Scheduler:
                 slot=sequence.slot,
                 start=sequence.num_computed,
                 token_ids=sequence.token_ids[sequence.num_computed :],
-                blocks=sequence.blocks,
+                blocks=self._table(sequence, len(sequence.token_ids)),
                 samples=True,
             )
             for request_id, sequence in self._running.items()
         )
         return StepPlan(self._step_id, StepKind.DECODE, rows)
+
+    def _table(self, sequence: Sequence, end: int) -> tuple[int, ...]:
+        """Return the blocks of positions 0..end-1; the sequence holds those of its future too."""
+        return sequence.blocks[: -(-end // self._tokens_per_block)]
 
     def _retire(self, sequence: Sequence) -> None:
         """Forget a finished sequence and free what it holds, once no step in flight names it."""
