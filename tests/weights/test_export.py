@@ -219,10 +219,12 @@ def test_an_existing_checkpoint_is_kept_unless_overwritten(tiny: Tiny, tmp_path:
     config, tensors = tiny
     folder = export_checkpoint(tmp_path, config, tensors, max_shard_bytes=50_000)
     shards = len(list(folder.glob("*.safetensors")))
+    (folder / "notes.safetensors").write_text("somebody else's")
     with pytest.raises(CheckpointError, match="holds a checkpoint already"):
         export_checkpoint(tmp_path, config, tensors)
     export_checkpoint(tmp_path, config, tensors, overwrite=True)
-    assert shards > 1 and len(list(folder.glob("*.safetensors"))) == 1
+    assert shards > 1 and len(list(folder.glob("model*.safetensors"))) == 1
+    assert (folder / "notes.safetensors").exists()
     Checkpoint.open(folder)
 
 

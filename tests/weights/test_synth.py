@@ -174,7 +174,7 @@ def test_activations_stay_finite(beta_folder: Path, numerics: Any) -> None:
     tokenizer = Tokenizer.from_file(str(beta_folder / "tokenizer.json"))
     weights = TensorSource(checkpoint).as_dict()
     model = ReferenceModel(checkpoint.config, weights, token_map(tokenizer), numerics)
-    ids = torch.arange(90) * 7 % checkpoint.config.vocab_size
+    ids = torch.arange(60) * 7 % checkpoint.config.vocab_size
     trace: dict[str, torch.Tensor] = {}
     logits = model.forward(ids, trace=trace)
     assert logits.isfinite().all()
@@ -200,6 +200,11 @@ def test_bad_config_writes_nothing(tmp_path: Path, beta_config: dict[str, Any]) 
     with pytest.raises(ConfigError, match="not supported"):
         write_synthetic(changed(beta_config, head_dim=100), 0, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_negative_seed(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="found -1, expected an integer >= 0"):
+        write_synthetic(tiny_config, -1, tmp_path / "x")
 
 
 def test_text_only_models_without_drafts_or_engram(

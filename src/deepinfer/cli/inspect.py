@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, TypedDict
 
+from deepinfer.cache.layout import CacheLayout, Ring
 from deepinfer.config.load import load_model_config, resolve_model
 from deepinfer.config.mesh import Mesh
 from deepinfer.config.model import ModelConfig
@@ -64,6 +65,8 @@ class Inventory(TypedDict):
     parts: dict[Part, Amount]
     formats: dict[str, Amount]
     kv_bytes_per_token: float
+    window_slots: int
+    window_slot_bytes: int
     window_bytes_per_sequence: int
     tail_bytes_per_sequence: int
     rank: RankShare | None
@@ -112,16 +115,19 @@ def _take(
     shards: int | None,
     share: RankShare | None,
 ) -> Inventory:
-    """Count everything."""
+    """Count everything; caches in the official formats, with room for one draft block."""
+    caches = CacheLayout.build(config, "official")
     return Inventory(
         source=source,
         shards=shards,
         total=_amount(specs),
         parts={part: _amount(s for s in specs if s.part == part) for part in PARTS},
         formats={name: _amount(s for s in specs if s.dtype == name) for name in _FORMAT_TITLES},
-        kv_bytes_per_token=_kv_bytes_per_token(config),
-        window_bytes_per_sequence=_window_bytes(config),
-        tail_bytes_per_sequence=_tail_bytes(config),
+        kv_bytes_per_token=sum(part.format.entry_bytes / part.ratio for part in caches.parts),
+        window_slots=caches.ring_length,
+        window_slot_bytes=caches.window_format.entry_bytes,
+        window_bytes_per_sequence=_ring_bytes(caches.windows),
+        tail_bytes_per_sequence=_ring_bytes(ring for _, ring in caches.tails),
         rank=share,
     )
 
@@ -150,39 +156,8 @@ def _rank_share(specs: Sequence[TensorSpec], rank: int, expert: int, engram: int
     )
 
 
-def _kv_bytes_per_token(c: ModelConfig) -> float:
-    """Return the cache growth of one token over all layers: compressed KV and index keys.
-
-    An entry is FP4 with an e4m3 scale for 16 values, or FP8 with a ue8m0 scale for 32; an index key
-    is FP4 with a ue8m0 scale for 32. Source: backbone specification, 8.1.
-    """
-    main = c.head_dim // 2 + c.head_dim // 16 if c.use_fp4_sparse_kv else _fp8_bytes(c.head_dim)
-    key = c.index_head_dim // 2 + c.index_head_dim // 32
-    entries = [main / c.compress_ratios[i] for i in c.kv_source_layer_ids]
-    keys = [key / c.compress_ratios[i] for i in c.index_k_source_layer_ids]
-    return sum(entries) + sum(keys)
-
-
-def _fp8_bytes(dim: int) -> int:
-    return dim + dim // 32
-
-
-def _drafted_rows(c: ModelConfig) -> int:
-    """Return how many rows one verification can take: the golden token and its drafts."""
-    return c.dspark_block_size + 1
-
-
-def _window_bytes(c: ModelConfig) -> int:
-    """Return the window rings of one sequence, draft blocks included."""
-    layers = c.num_hidden_layers + c.num_nextn_predict_layers
-    return layers * (c.sliding_window + _drafted_rows(c)) * _fp8_bytes(c.head_dim)
-
-
-def _tail_bytes(c: ModelConfig) -> int:
-    """Return the compressor tails of one sequence: fp32 value and gate of unpooled rows."""
-    ratios = [c.compress_ratios[i] for i in c.kv_source_layer_ids]
-    rows = sum(ratio + _drafted_rows(c) - 1 for ratio in ratios if ratio > 1)
-    return rows * 2 * c.head_dim * 4
+def _ring_bytes(rings: Iterable[Ring]) -> int:
+    return sum(ring.length * ring.entry_bytes for ring in rings)
 
 
 def _lines(inventory: Inventory, config: ModelConfig) -> list[str]:
@@ -207,8 +182,7 @@ def _lines(inventory: Inventory, config: ModelConfig) -> list[str]:
         f"KV per token             {inventory['kv_bytes_per_token']:,.12g} bytes",
         f"window per sequence      {inventory['window_bytes_per_sequence']:,} bytes "
         f"({config.num_hidden_layers} layers and {config.num_nextn_predict_layers} draft blocks x "
-        f"{config.sliding_window + _drafted_rows(config)} slots x "
-        f"{_fp8_bytes(config.head_dim)} bytes)",
+        f"{inventory['window_slots']} slots x {inventory['window_slot_bytes']} bytes)",
         f"tails per sequence       {inventory['tail_bytes_per_sequence']:,} bytes",
     ]
     share = inventory["rank"]

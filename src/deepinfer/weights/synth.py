@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from deepinfer.config.load import read_json
 from deepinfer.config.model import ModelConfig
+from deepinfer.errors import ConfigError
 from deepinfer.weights.layout import TensorSpec, expected_tensors
 from deepinfer.weights.synth_tokenizer import synthetic_tokenizer
 from deepinfer.weights.writer import plan_shards, write_checkpoint
@@ -72,8 +73,11 @@ def write_synthetic(
     config   the content of a `config.json`, its path, or the folder that holds it
     seed     the same seed, config and numpy give the same bytes
     The written config says `tokenizer_compatibility: native`: the tokenizer is not the release's.
-    Raises ConfigError for an unsupported config and CheckpointError when writing fails.
+    Raises ConfigError for an unsupported config or a negative seed, and CheckpointError when
+    writing fails.
     """
+    if seed < 0:
+        raise ConfigError(f"seed: found {seed}, expected an integer >= 0")
     raw = dict(config) if isinstance(config, Mapping) else read_json(_config_file(config))
     raw["tokenizer_compatibility"] = "native"
     model = ModelConfig.from_dict(raw)

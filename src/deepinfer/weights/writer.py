@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ ChunkSource = Callable[[TensorSpec], Iterable[NDArray[np.uint8]]]
 
 CONFIG_NAME: Final = "config.json"
 INDEX_NAME: Final = "model.safetensors.index.json"
+_SHARD: Final = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _ALIGNMENT: Final = 8
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -167,7 +169,7 @@ class _Staging:
             os.fsync(stream.fileno())
 
     def publish(self) -> None:
-        """Give all files their names, in the order they were written, and drop older shards."""
+        """Give all files their names, in the order they were written; drop shards of before."""
         with self._failing(self.folder):
             for name in (CONFIG_NAME, INDEX_NAME):
                 (self.folder / name).unlink(missing_ok=True)
@@ -175,8 +177,8 @@ class _Staging:
                 target = self.folder / name
                 os.replace(self._temporary(name), target)
                 self._published.append(target)
-            for old in self.folder.glob("*.safetensors"):
-                if old.name not in self._names:
+            for old in self.folder.iterdir():
+                if old.name not in self._names and _SHARD.fullmatch(old.name):
                     old.unlink()
 
     def _temporary(self, name: str) -> Path:
