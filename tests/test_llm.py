@@ -378,7 +378,7 @@ def test_unknown_model_and_device(tmp_path: Path) -> None:
         LLM(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"config\.json"):
         LLM(tmp_path)
-    with pytest.raises(UnsupportedError, match="auto, cpu or cuda"):
+    with pytest.raises(ConfigError, match="auto, cpu, cuda"):
         LLM("demo", device="abacus")
     with pytest.raises(ConfigError, match=r"scheduling\.max_num_seqs"):
         LLM("demo", config={"max_num_seqs": 3})

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from deepinfer.cache.blocks import BlockPool
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.slots import SlotPool
@@ -26,6 +24,7 @@ from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_engine_config, load_model_config, resolve_model
 from deepinfer.config.model import ModelConfig
+from deepinfer.device import pick_device
 from deepinfer.engine.executor import Executor, InProcessExecutor
 from deepinfer.engine.loop import EngineLoop, interrupt_after
 from deepinfer.engine.prompts import (
@@ -47,7 +46,7 @@ from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.load import find_nonfinite
 from deepinfer.weights.reader import Checkpoint
 
-__all__ = ["DEMO_WEIGHTS_ARE_RANDOM", "LLM", "Interrupted", "Progress", "resolve_device"]
+__all__ = ["DEMO_WEIGHTS_ARE_RANDOM", "LLM", "Interrupted", "Progress"]
 
 DEMO_WEIGHTS_ARE_RANDOM = True
 """Whether the model `demo` is untrained; programs that show its text say so."""
@@ -79,39 +78,6 @@ class Progress:
     num_tokens: int
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device to run on; `auto` is the first accelerator, else the CPU.
-
-    Raises UnsupportedError when the name means nothing or this machine has no such device.
-    """
-    if str(device) == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UnsupportedError(f"device {device!r} is unknown: use auto, cpu or cuda") from error
-    if found.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"device {device!r} is not supported: use auto, cpu or cuda")
-    if found.type == "cuda" and (
-        not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count()
-    ):
-        raise UnsupportedError(f"device {device!r} is not on this machine: use auto or cpu")
-    return found
-
-
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 def _name_nonfinite(checkpoint: Checkpoint) -> str | None:
     """Name the first stored tensors that hold NaN or infinity; None when none does, or unread."""
     if sum(tensor.nbytes for tensor in checkpoint.tensors.values()) > _SEARCHED_BYTES:
@@ -137,7 +103,7 @@ class LLM:
     def __init__(
         self,
         model: str | os.PathLike[str],
-        device: str | torch.device = "auto",
+        device: str = "auto",
         config: EngineConfig | Mapping[str, object] | None = None,
     ) -> None:
         self._loop: EngineLoop | None = None
@@ -146,7 +112,7 @@ class LLM:
         else:
             self.config = load_engine_config(values=config)
         self.path: Path = resolve_model(model)
-        self.device = resolve_device(device)
+        self.device = pick_device(device)
         self.model_config: ModelConfig = load_model_config(self.path)
         self.tokenizer: Tokenizer | None = None
         if (self.path / "tokenizer.json").is_file():
@@ -156,7 +122,8 @@ class LLM:
         self._start(InProcessExecutor(runner))
 
     def _build_runner(self) -> tuple[Runner, Sizes]:
-        config, model_config, device = self.config, self.model_config, self.device
+        config, model_config = self.config, self.model_config
+        device = self.device.torch_device
         banned = config.sampling.banned_token_ids
         outside = [i for i in banned if i >= model_config.vocab_size]
         if outside:
@@ -185,7 +152,7 @@ class LLM:
             model_max_len=model_config.max_position_embeddings,
             block_bytes=layout.block_bytes,
             slot_bytes=layout.slot_bytes,
-            available_bytes=_available_bytes(device),
+            available_bytes=self.device.available_bytes(),
             on_cpu=device.type == "cpu",
         )
         caches = Caches.allocate(layout, sizes.num_blocks, sizes.num_slots, device)
