@@ -1,0 +1,93 @@
+"""The device buffers of all caches, and typed views into them.
+
+Two byte pools; every other tensor here is a view of one. Which entry is written or read is decided
+by the caller: flat entry ids are `block * entries + offset` (for rings: `slot * length + position %
+length`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.cache.layout import CacheLayout, EntryFormat, Ring
+from deepinfer.kernels.cache_io import PagedCache
+
+__all__ = ["Caches"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caches:
+    """All caches of one device.
+
+    windows      one PagedCache per backbone layer, then per draft layer; a slot is a "block"
+    main, index  layer that owns them -> PagedCache over the block pool
+    tails        layer -> [slots, length, 2, D] fp32: gate, value
+    engram_tail  [slots, length] int32 compressed ids, None without Engram layers
+    """
+
+    layout: CacheLayout
+    blocks: Tensor
+    slots: Tensor
+    windows: tuple[PagedCache, ...]
+    main: Mapping[int, PagedCache]
+    index: Mapping[int, PagedCache]
+    tails: Mapping[int, Tensor]
+    engram_tail: Tensor | None
+
+    @classmethod
+    def allocate(
+        cls, layout: CacheLayout, num_blocks: int, num_slots: int, device: torch.device | str
+    ) -> Caches:
+        """Allocate zeroed pools; block 0 and slot 0 are padding and count."""
+        blocks = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        slots = torch.zeros(num_slots, layout.slot_bytes, dtype=torch.uint8, device=device)
+        caches: dict[str, dict[int, PagedCache]] = {"main": {}, "index": {}}
+        for part in layout.parts:
+            data = blocks[:, part.offset : part.offset + part.num_bytes]
+            form = part.format
+            if part.kind == "index" and form.scale_bytes:
+                split = part.num_entries * form.code_bytes
+                codes = data[:, :split].unflatten(1, (part.num_entries, form.code_bytes))
+                scales = data[:, split:].unflatten(1, (part.num_entries, form.scale_bytes))
+                cache = PagedCache(codes, scales, form.name, form.dim)
+            else:
+                cache = _interleaved(data, part.num_entries, form)
+            caches[part.kind][part.layer_id] = cache
+        windows = tuple(
+            _interleaved(_region(slots, ring), ring.length, layout.window_format)
+            for ring in layout.windows
+        )
+        tails = {
+            layer_id: _region(slots, ring).view(torch.float32).unflatten(1, (ring.length, 2, -1))
+            for layer_id, ring in layout.tails
+        }
+        tail = layout.engram_tail
+        engram_tail = None if tail is None else _region(slots, tail).view(torch.int32)
+        return cls(
+            layout=layout,
+            blocks=blocks,
+            slots=slots,
+            windows=windows,
+            main=caches["main"],
+            index=caches["index"],
+            tails=tails,
+            engram_tail=engram_tail,
+        )
+
+
+def _region(pool: Tensor, ring: Ring) -> Tensor:
+    return pool[:, ring.offset : ring.offset + ring.length * ring.entry_bytes]
+
+
+def _interleaved(data: Tensor, num_entries: int, form: EntryFormat) -> PagedCache:
+    """View bytes as entries that keep their scales behind their codes."""
+    if not form.scale_bytes:
+        codes = data.view(torch.float32).unflatten(1, (num_entries, form.dim))
+        return PagedCache(codes, None, form.name, form.dim)
+    entries = data.unflatten(1, (num_entries, form.entry_bytes))
+    codes, scales = entries.split_with_sizes([form.code_bytes, form.scale_bytes], dim=-1)
+    return PagedCache(codes, scales, form.name, form.dim)

@@ -1,0 +1,60 @@
+"""Storing to and loading from paged caches, in every cache format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from deepinfer.kernels.cache_io import reference
+from deepinfer.kernels.contract import check
+
+__all__ = ["CacheFormat", "PagedCache", "cache_load", "cache_store"]
+
+CacheFormat = Literal["window_fp8", "main_fp4", "index_fp4", "fp32"]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """Views of a pool: entry j of a block, whatever the layout inside the block.
+
+    codes   [blocks, entries, bytes] uint8, or [blocks, entries, D] fp32 for format "fp32"
+    scales  [blocks, entries, bytes] uint8, None for "fp32"
+    Formats: window_fp8 = ACT8, main_fp4 = ACT4-E4, index_fp4 = ACT4-E8 (kernels/quantize).
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    format: CacheFormat
+    dim: int
+
+
+def cache_store(
+    cache: PagedCache,
+    values: Tensor,
+    idx: Tensor,
+    *,
+    impl: Callable[[PagedCache, Tensor, Tensor], None] = reference.cache_store,
+) -> None:
+    """Quantize values [n, D] into entries idx [n] int64 = block * entries + offset; -1 is skipped.
+
+    No entry may be named twice.
+    """
+    check("cache_store", ("values", values, "n D"), ("idx", idx, "n"))
+    if idx.shape[0]:
+        impl(cache, values, idx)
+
+
+def cache_load(
+    cache: PagedCache,
+    idx: Tensor,
+    *,
+    impl: Callable[[PagedCache, Tensor], Tensor] = reference.cache_load,
+) -> Tensor:
+    """Return entries idx [n] int64 dequantized, [n, D] fp32 (exact in bf16); zeros for -1."""
+    check("cache_load", ("idx", idx, "n"))
+    if not idx.shape[0]:
+        return cache.codes.new_empty(0, cache.dim).float()
+    return impl(cache, idx)

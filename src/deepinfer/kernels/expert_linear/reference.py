@@ -1,0 +1,45 @@
+"""Expert products in plain torch, one expert after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.quantize import decode_e2m1, decode_ue8m0, repeat_groups, round_trip
+from deepinfer.kernels.rows import matmul_rows
+
+if TYPE_CHECKING:
+    from deepinfer.kernels.expert_linear import Fp4Weight
+
+
+def dequantize_rows(codes: Tensor, scale: Tensor) -> Tensor:
+    """[N, K] from packed e2m1 and one power of two per 32 inputs."""
+    return repeat_groups(decode_e2m1(codes), decode_ue8m0(scale))
+
+
+def expert_linear(
+    x: Tensor, weight: Fp4Weight, offsets: Sequence[int], quantize_input: bool
+) -> Tensor:
+    """Multiply each expert's rows in 16-row blocks."""
+    if quantize_input:
+        x = round_trip(x, "act8")
+    x32 = x.float()
+    out = x32.new_empty(x.shape[0], weight.codes.shape[1])
+    for expert, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        if begin < end:
+            out[begin:end] = matmul_rows(x32[begin:end], weight.dequantize(expert))
+    return out.to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+    """Clamp the stored values, then everything in fp32."""
+    g, u = gate.float(), up.float()
+    if limit > 0:
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    hidden = g / (1.0 + torch.exp(-g)) * u
+    if weight is not None:
+        hidden = weight.unsqueeze(1) * hidden
+    return hidden.to(gate.dtype)

@@ -1,0 +1,108 @@
+"""Quantizers in plain torch; all arithmetic fp32."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_FP4_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_VALUES: Final = torch.tensor([*_FP4_MAGNITUDES, *(-v for v in _FP4_MAGNITUDES)])
+# A byte -> its two e2m1 values, the low nibble first.
+_FP4_PAIRS: Final = torch.stack([_FP4_VALUES.repeat(16), _FP4_VALUES.repeat_interleave(16)], 1)
+_E4M3_VALUES: Final = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def pow2_ceil(x: Tensor) -> Tensor:
+    """Smallest power of two at or above each positive fp32 value, by its bits."""
+    return ((x.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def decode_ue8m0(scale: Tensor) -> Tensor:
+    """Power-of-two scales from their bytes, fp32."""
+    return scale.view(torch.float8_e8m0fnu).float()
+
+
+def decode_e4m3(codes: Tensor) -> Tensor:
+    """e4m3 values of bytes (uint8 or float8_e4m3fn), fp32."""
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """Values of packed pairs, [..., D/2] uint8 -> [..., D] fp32."""
+    table = _FP4_PAIRS if codes.device.type == "cpu" else _FP4_PAIRS.to(codes.device)
+    pairs = table.index_select(0, codes.flatten().to(torch.int32))
+    return pairs.view(*codes.shape[:-1], 2 * codes.shape[-1])
+
+
+def repeat_groups(values: Tensor, scale: Tensor) -> Tensor:
+    """Multiply values [..., D] by one scale per group [..., D/G]."""
+    grouped = values.unflatten(-1, (scale.shape[-1], -1))
+    return (grouped * scale.unsqueeze(-1)).flatten(-2)
+
+
+def _grouped(x: Tensor, group: int, floor: float) -> tuple[Tensor, Tensor]:
+    groups = x.float().unflatten(-1, (-1, group))
+    return groups, groups.abs().amax(-1, keepdim=True).clamp(min=floor)
+
+
+def _scaled8(x: Tensor) -> tuple[Tensor, Tensor]:
+    groups, amax = _grouped(x, 32, 1e-4)
+    scale = pow2_ceil(amax / 448.0)
+    return (groups / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+
+
+def _scaled4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Values on the e2m1 grid (with the sign of zero) and fp32 scales."""
+    if group == 32:
+        groups, amax = _grouped(x, 32, 6.0 * 2.0**-126)
+        scale = pow2_ceil(amax / 6.0)
+    else:
+        groups, amax = _grouped(x, 16, 6.0 * 2.0**-9)
+        scale = (amax / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn).float()
+    scaled = groups / scale
+    size = scaled.abs().clamp(max=6.0)
+    step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
+    return torch.copysign(torch.round(size / step) * step, scaled), scale
+
+
+def _ue8m0_bytes(scale: Tensor) -> Tensor:
+    return (scale.squeeze(-1).contiguous().view(torch.int32) >> 23).to(torch.uint8)
+
+
+def _pack(values: Tensor) -> Tensor:
+    """e2m1 values [..., G, g] -> packed codes [..., D/2]."""
+    size = values.abs()
+    code = torch.where(size < 2.0, size * 2.0, torch.where(size < 4.0, size + 2.0, size / 2 + 4.0))
+    code = code.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
+    pairs = code.flatten(-2).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def act8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """ACT8 codes and scale bytes."""
+    codes, scale = _scaled8(x)
+    return codes.flatten(-2), _ue8m0_bytes(scale)
+
+
+def act4_e8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """ACT4-E8 codes and scale bytes."""
+    values, scale = _scaled4(x, 32)
+    return _pack(values), _ue8m0_bytes(scale)
+
+
+def act4_e4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """ACT4-E4 codes and scale bytes."""
+    values, scale = _scaled4(x, 16)
+    return _pack(values), scale.squeeze(-1).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def round_trip(x: Tensor, fmt: str) -> Tensor:
+    """Quantize and dequantize without packing."""
+    if fmt == "act8":
+        codes, scale = _scaled8(x)
+        values = codes.float()
+    else:
+        values, scale = _scaled4(x, 32 if fmt == "act4_e8" else 16)
+    return (values * scale).flatten(-2).to(x.dtype)

@@ -1,0 +1,180 @@
+"""DSpark: a block of drafts proposed at once, chosen one after the other.
+
+The draft blocks attend to keys made from the backbone's features (stored in rings of their own
+during the backbone's step) and to every row of their block, in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepinfer.cache.tensors import Caches
+from deepinfer.config import ModelConfig
+from deepinfer.kernels.linear import DenseWeight
+from deepinfer.kernels.ops import Ops
+from deepinfer.kernels.rope.tables import window_inv_freq
+from deepinfer.model.fast.attention import project_kv, project_output, project_queries
+from deepinfer.model.fast.block import run_block
+from deepinfer.model.fast.step import Numerics, Pass, Step
+from deepinfer.model.fast.weights import AttentionWeights, BlockWeights, Loader
+
+__all__ = ["DraftModel"]
+
+
+class DraftModel:
+    """The draft blocks `mtp.*` with their Markov and confidence heads."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loader: Loader,
+        ops: Ops,
+        numerics: Numerics,
+        embed: Tensor,
+        head: DenseWeight,
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self.numerics = numerics
+        self.embed = embed
+        self.head = head
+        last = f"mtp.{config.num_nextn_predict_layers - 1}"
+        self.main_proj = loader.fp8("mtp.0.main_proj")
+        self.main_norm = loader.tensor("mtp.0.main_norm.weight")
+        self.blocks: tuple[BlockWeights, ...] = tuple(
+            loader.block(f"mtp.{i}", config.dspark_n_routed_experts, None)
+            for i in range(config.num_nextn_predict_layers)
+        )
+        self.norm = loader.tensor(f"{last}.norm.weight")
+        self.markov_embed = loader.mapped(f"{last}.markov_head.embed.weight")
+        self.markov_head = loader.dense(f"{last}.markov_head.head.weight")
+        self.confidence = loader.dense(f"{last}.confidence_head.proj.weight")
+        self._inv_freq = window_inv_freq(config).to(loader.device)
+
+    def store(self, step: Step, features: Tensor) -> None:
+        """Store the keys of a step's rows; features [T, taps * C]."""
+        ops, config = self.ops, self.config
+        main = ops.fp8_linear(features, self.main_proj, self.numerics.quantize)
+        main = ops.rms_norm(main, self.main_norm, config.rms_norm_eps)
+        main = step.act_quantized(main, "act8")
+        for i, block in enumerate(self.blocks):
+            kv = project_kv(step, block.attention, main, step.rotation[False])
+            cache = step.caches.windows[config.num_hidden_layers + i]
+            ops.cache_store(cache, kv, step.inputs.window_store)
+
+    def propose(
+        self,
+        caches: Caches,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        first_tokens: Sequence[int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draft greedily for S sequences, each behind the token chosen for its position + 1.
+
+        slots         state slots; their rings hold the keys of positions up to `positions`
+        positions     last position whose features are stored
+        first_tokens  the token at position + 1
+        returns       tokens [S, B+1] int64, column 0 = first_tokens; confidences [S, B] fp32, raw;
+                      logits [S, B, V] fp32 with the Markov bias
+        Source: weights specification, 6.3 and 6.4.
+        """
+        ops, config = self.ops, self.config
+        device, size = self.embed.device, config.dspark_block_size
+        num = len(slots)
+        last = torch.tensor(positions, device=device)
+        rows = (last[:, None] + 1 + torch.arange(size, device=device)).flatten()
+        ids = torch.full((num, size), config.dspark_noise_token_id, device=device)
+        ids[:, 0] = torch.tensor(first_tokens, device=device)
+        stream = self.embed[ids.flatten()].to(self.numerics.dtype)
+        stream = stream.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous()
+        pre = torch.zeros(num * size, config.hc_mult, device=device)
+        pre[:, 0] = 1.0
+        rotation = ops.cos_sin(rows, self._inv_freq)
+        step = Pass(config, ops, self.numerics, {False: rotation}, None)
+        load, index = self._slots(caches, slots, positions)
+        for i, block in enumerate(self.blocks):
+            cache = caches.windows[config.num_hidden_layers + i]
+            context = ops.cache_load(cache, load)
+            attend = _Attend(step, block.attention, context, index)
+            stream, pre = run_block(
+                step, block, stream, pre, attend, config.dspark_num_experts_per_tok
+            )
+        hidden = ops.hyper_collapse(stream, pre)
+        normed = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
+        base = ops.dense_linear(normed, self.head, torch.float32).view(num, size, -1)
+        return self._choose(ids[:, 0], hidden.view(num, size, -1), base)
+
+    def _slots(
+        self, caches: Caches, slots: Sequence[int], positions: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ring entries to load [n] and every row's indices [S*B, W+B].
+
+        Indices point into [loaded | block rows]; each row sees its sequence's held entries in the
+        order of a ring of W, then its block.
+        """
+        window, size = self.config.sliding_window, self.config.dspark_block_size
+        length = caches.layout.ring_length
+        device = self.embed.device
+        loads: list[Tensor] = []
+        held: list[Tensor] = []
+        base = 0
+        for slot, position in zip(slots, positions, strict=True):
+            found = torch.arange(max(0, position - window + 1), position + 1)
+            found = found[(found % window).argsort()]
+            loads.append(slot * length + found % length)
+            held.append(base + torch.arange(found.shape[0]))
+            base += found.shape[0]
+        index = torch.full((len(slots), window + size), -1)
+        for row, entries in enumerate(held):
+            count = entries.shape[0]
+            index[row, :count] = entries
+            index[row, count : count + size] = base + row * size + torch.arange(size)
+        return torch.cat(loads).to(device), index.repeat_interleave(size, dim=0).to(device)
+
+    def _choose(self, first: Tensor, hidden: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add each chosen token's bias to the next row's logits and choose again."""
+        ops = self.ops
+        tokens, confidences, logits = [first], [], []
+        for row in range(base.shape[1]):
+            markov = self.markov_embed[tokens[-1]].float()
+            biased = base[:, row] + ops.dense_linear(markov, self.markov_head, torch.float32)
+            joint = torch.cat([hidden[:, row].float(), markov], dim=1)
+            confidences.append(ops.dense_linear(joint, self.confidence, torch.float32)[:, 0])
+            logits.append(biased)
+            tokens.append(biased.argmax(-1))
+        return torch.stack(tokens, 1), torch.stack(confidences, 1), torch.stack(logits, 1)
+
+
+class _Attend:
+    """Attention of a draft block: stored keys, then the block's own rows."""
+
+    def __init__(
+        self, step: Pass, weights: AttentionWeights, context: Tensor, index: Tensor
+    ) -> None:
+        self._step = step
+        self._weights = weights
+        self._context = context
+        self._index = index
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Attend x [S*B, C]."""
+        step, weights = self._step, self._weights
+        rotation = step.rotation[False]
+        quantized = step.act_quantized(x, "act8")
+        q = project_queries(step, weights, quantized, False)[1]
+        kv = project_kv(step, weights, quantized, rotation)
+        own = step.act_quantized(kv, "act8").float()
+        out = step.ops.sparse_attention(
+            q,
+            torch.cat([self._context, own]),
+            self._index,
+            None,
+            None,
+            weights.attn_sink,
+            step.config.head_dim**-0.5,
+            step.numerics.quantize,
+        )
+        return project_output(step, weights, out, rotation)

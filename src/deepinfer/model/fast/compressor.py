@@ -1,0 +1,56 @@
+"""Compressed entries and index keys of a layer that owns them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer.config import LayerConfig
+from deepinfer.model.fast.step import Step
+from deepinfer.model.fast.weights import CompressorWeights
+
+__all__ = ["compress_step"]
+
+
+def compress_step(step: Step, layer: LayerConfig, weights: CompressorWeights, x: Tensor) -> None:
+    """Pool the groups that this step completes and store their entries and index keys.
+
+    x [T, C] is the normed input of the sublayer. A group may begin in an earlier step: its first
+    token's projections then come from the tail ring, which keeps them in fp32.
+    """
+    ops, config, inputs, caches = step.ops, step.config, step.inputs, step.caches
+    ratio = inputs.ratios[layer.ratio]
+    if weights.wgate is None:
+        pooled = ops.dense_linear(x, weights.wkv, x.dtype)
+        if ratio.emit_rows.shape[0] != x.shape[0]:
+            pooled = pooled[ratio.emit_rows]
+    else:
+        pooled = _pool(step, layer, weights, x).to(x.dtype)
+    if not pooled.shape[0]:
+        return
+    latent = ops.rms_norm(pooled, weights.norm, config.rms_norm_eps)
+    cos, sin = step.emit_rotation[layer.ratio]
+    key = ops.dense_linear(latent, weights.index_wk, x.dtype)
+    key = ops.rms_norm(key, weights.index_k_norm, config.rms_norm_eps)
+    key = ops.rotate_tail(key, cos, sin)
+    ops.cache_store(caches.index[layer.layer_id], key, ratio.emit_entries)
+    entry = ops.rotate_tail(latent, cos, sin)
+    ops.cache_store(caches.main[layer.layer_id], entry, ratio.emit_entries)
+
+
+def _pool(step: Step, layer: LayerConfig, weights: CompressorWeights, x: Tensor) -> Tensor:
+    """Pool pairs of rows, [groups, D] fp32, and put the last rows into the tail ring."""
+    ops, inputs = step.ops, step.inputs
+    assert weights.wgate is not None and inputs.tail is not None and layer.ratio == 2
+    value = ops.dense_linear(x, weights.wkv, torch.float32)
+    gate = ops.dense_linear(x, weights.wgate, torch.float32)
+    new = torch.stack([gate, value], dim=1)  # [T, 2, D]
+    ring = step.caches.tails[layer.layer_id]
+    length = ring.shape[1]
+    load = inputs.tail.load.clamp(min=0)
+    history = torch.cat([ring[load // length, load % length], new])
+    pairs = history[inputs.tail.rows[inputs.ratios[2].emit_rows].flip(1)]  # [n, 2 tokens, 2, D]
+    target = inputs.tail.store
+    ring[target // length, target % length] = new[inputs.tail.store_rows]
+    flat = pairs.flatten(0, 1)
+    return ops.compress(flat[:, 1].contiguous(), flat[:, 0].contiguous(), 2)

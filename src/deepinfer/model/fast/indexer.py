@@ -1,0 +1,115 @@
+"""Which compressed entries each row attends to."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deepinfer.config import LayerConfig
+from deepinfer.model.fast.step import Step
+from deepinfer.model.fast.weights import IndexerWeights
+
+__all__ = ["select"]
+
+
+def select(
+    step: Step, layer: LayerConfig, weights: IndexerWeights, latent: Tensor, x: Tensor
+) -> None:
+    """Score the visible entries and keep the best, as `step.topk[layer]`.
+
+    latent [T, rank] is the query latent shared with attention, x [T, C] the sublayer's input.
+    Where everything visible fits nothing is scored.
+    """
+    ops, config, inputs = step.ops, step.config, step.inputs
+    ratio = inputs.ratios[layer.ratio]
+    all_blocks = ratio.max_visible <= config.candidate_topk_blocks * config.candidate_block_size
+    if ratio.max_visible <= config.index_topk and (all_blocks or not layer.is_candidate_source):
+        count = torch.arange(config.index_topk, device=x.device)
+        topk = count.expand(inputs.num_rows, -1).masked_fill(count >= ratio.visible[:, None], -1)
+        if layer.is_candidate_source:
+            step.candidates = None  # nothing to filter
+            _note_all_blocks(step, ratio.visible, ratio.max_visible)
+        _keep(step, layer, topk)
+        return
+    q = ops.fp8_linear(latent, weights.wq_b, step.numerics.quantize)
+    q = q.unflatten(-1, (config.index_n_heads, config.index_head_dim))
+    cos, sin = step.rotation[True]
+    q = step.act_quantized(ops.rotate_tail(q, cos, sin), "act4_e8")
+    head_weight = ops.dense_linear(x, weights.weights_proj, x.dtype)
+    factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+    head_weight = (head_weight.float() * factor).to(x.dtype)
+
+    source = max(i for i in config.index_k_source_layer_ids if i <= layer.layer_id)
+    cache = step.caches.index[source]
+    rounding = step.numerics.index_rounding
+    parts: list[Tensor] = []
+    candidates: list[Tensor] = []
+    for b, entries in enumerate(ratio.entries):
+        rows = slice(inputs.cu_rows[b], inputs.cu_rows[b + 1])
+        visible = ratio.visible[rows]
+        keys = ops.cache_load(cache, entries)
+        scores = ops.index_score(q[rows], head_weight[rows], keys, rounding)
+        if layer.is_candidate_source:
+            blocks = ops.select_blocks(
+                scores, visible, config.candidate_topk_blocks, config.candidate_block_size
+            )
+            candidates.append(blocks)
+        elif layer.filters_candidates and step.candidates is not None:
+            kept = ops.block_mask(
+                step.candidates[rows], entries.shape[0], config.candidate_block_size
+            )
+            scores = scores.masked_fill(~kept, -math.inf)
+        parts.append(ops.select_topk(scores, visible, config.index_topk))
+    if candidates:
+        step.candidates = torch.cat(candidates)
+        if step.trace is not None:
+            width = -(-ratio.max_visible // config.candidate_block_size)
+            note = torch.zeros(inputs.num_rows, width + 1, dtype=torch.uint8)
+            target = step.candidates.masked_fill(step.candidates < 0, width)
+            step.note("cand_blocks", note.scatter(1, target, 1)[:, :width])
+    _keep(step, layer, torch.cat(parts))
+
+
+def _keep(step: Step, layer: LayerConfig, topk: Tensor) -> None:
+    step.topk[layer.layer_id] = topk
+    step.note("idx_topk", topk.int())
+
+
+def _note_all_blocks(step: Step, visible: Tensor, max_visible: int) -> None:
+    if step.trace is not None:
+        size = step.config.candidate_block_size
+        block = torch.arange(-(-max_visible // size), device=visible.device)
+        step.note("cand_blocks", (block * size < visible[:, None]).to(torch.uint8))
+
+
+def gather_selected(step: Step, kv_source: int, index_source: int) -> tuple[Tensor, Tensor]:
+    """Return dequantized entries [N, D] fp32 and each row's indices into them [T, K].
+
+    Layers that share source and selection share the result. Prefill loads whole sequences when
+    that is less than loading every selection.
+    """
+    kept = step.selected.get((kv_source, index_source))
+    if kept is not None:
+        return kept
+    inputs, topk = step.inputs, step.topk[index_source]
+    layer = step.config.layers[kv_source]
+    ratio = inputs.ratios[layer.ratio]
+    cache = step.caches.main[kv_source]
+    absent = topk < 0
+    total = sum(entries.shape[0] for entries in ratio.entries)
+    if total < topk.numel():
+        counts = torch.tensor([0, *(e.shape[0] for e in ratio.entries)], device=topk.device)
+        bases = counts.cumsum(0)[inputs.row_seq]
+        loaded = step.ops.cache_load(cache, torch.cat(ratio.entries))
+        index = (topk + bases[:, None]).masked_fill(absent, -1)
+    else:
+        flat = ratio.table[inputs.row_seq].gather(1, topk.clamp(min=0)).masked_fill(absent, -1)
+        loaded = step.ops.cache_load(cache, flat.flatten())
+        index = torch.arange(topk.numel(), device=topk.device).view_as(topk).masked_fill(absent, -1)
+    if not loaded.shape[0]:
+        loaded = F.pad(loaded, (0, 0, 0, 1))
+    step.selected[kv_source, index_source] = (loaded, index)
+    return loaded, index

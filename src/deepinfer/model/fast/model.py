@@ -1,0 +1,209 @@
+"""The text model on paged caches: the only model that the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepinfer.cache.tensors import Caches
+from deepinfer.config import ModelConfig
+from deepinfer.config.engine import NumericsConfig
+from deepinfer.device import pick_device
+from deepinfer.errors import TokenizerError
+from deepinfer.kernels.ops import Ops
+from deepinfer.kernels.rope.tables import compressed_inv_freq, window_inv_freq
+from deepinfer.kernels.rows import sum_in_order
+from deepinfer.model.dspark import DraftModel
+from deepinfer.model.fast.attention import attention
+from deepinfer.model.fast.block import run_block
+from deepinfer.model.fast.engram import EngramHash, add_engram
+from deepinfer.model.fast.inputs import ModelInputs
+from deepinfer.model.fast.step import Numerics, Step
+from deepinfer.model.fast.weights import BlockWeights, Loader
+from deepinfer.weights.load import TensorSource
+from deepinfer.weights.reader import Checkpoint
+
+__all__ = ["FastModel", "resolve_numerics"]
+
+_PER_SEQUENCE = ("main_hidden", "engram_hash", "cand_blocks")
+"""Trace values that are not stacked over layers."""
+
+
+def resolve_numerics(config: NumericsConfig, device: torch.device) -> Numerics:
+    """Resolve "auto": the recorded arithmetic on a CPU, the serving one on an accelerator."""
+    official, recorded = config.mode == "official", device.type == "cpu"
+    output = config.output_projection
+    if output == "auto":
+        output = "bf16" if recorded else "fp8"
+    scores = config.index_scores
+    if scores == "auto":
+        scores = "reference" if recorded else "final"
+    return Numerics(
+        dtype=torch.bfloat16 if official else torch.float32,
+        quantize=official,
+        fp8_output=official and output == "fp8",
+        index_rounding=scores if official else "none",
+    )
+
+
+class FastModel:
+    """Backbone, head and draft blocks of one checkpoint on one device.
+
+    with_drafts  keep the draft blocks' keys up to date in every step
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loader: Loader,
+        ops: Ops,
+        numerics: Numerics,
+        token_map: NDArray[np.integer] | None,
+        with_drafts: bool = False,
+    ) -> None:
+        """Build every block; raises TokenizerError when Engram layers lack the token map."""
+        self.config = config
+        self.ops = ops
+        self.numerics = numerics
+        self.with_drafts = with_drafts
+        self.device = loader.device
+        if config.engram_layer_ids and token_map is None:
+            raise TokenizerError(
+                "the model has Engram layers, which need the compressed vocabulary: give the "
+                "tokenizer.json of the checkpoint"
+            )
+        self._hash: EngramHash | None = None
+        if config.engram_layer_ids and token_map is not None:
+            self._hash = EngramHash(config, torch.as_tensor(token_map), self.device)
+        self.embed = loader.mapped("embed.weight")
+        self.head = loader.dense("head.weight")
+        self.norm = loader.tensor("norm.weight")
+        self.blocks: tuple[BlockWeights, ...] = tuple(
+            loader.block(f"layers.{layer.layer_id}", config.n_routed_experts, layer)
+            for layer in config.layers
+        )
+        self.draft: DraftModel | None = None
+        if with_drafts and config.num_nextn_predict_layers:
+            self.draft = DraftModel(config, loader, ops, numerics, self.embed, self.head)
+        self._inv_freq = {
+            False: window_inv_freq(config).to(self.device),
+            True: compressed_inv_freq(config).to(self.device),
+        }
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        numerics: NumericsConfig,
+        device: torch.device | str,
+        token_map: NDArray[np.integer] | None,
+        dequantized_bytes: int,
+        *,
+        with_drafts: bool = False,
+        only_reference: bool = False,
+    ) -> FastModel:
+        """Load a checkpoint that has been checked.
+
+        dequantized_bytes  what fp32 copies of weights may take on a CPU; changes speed only
+        only_reference     run every op in its defining form
+        """
+        device = torch.device(device)
+        ops = Ops.resolve(pick_device(str(device)).capability, only_reference)
+        loader = Loader(TensorSource(checkpoint), checkpoint.config, device, dequantized_bytes)
+        resolved = resolve_numerics(numerics, device)
+        return cls(checkpoint.config, loader, ops, resolved, token_map, with_drafts)
+
+    def forward(
+        self,
+        inputs: ModelInputs,
+        caches: Caches,
+        logits_rows: Tensor,
+        trace: MutableMapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Run a step, update the caches, return the logits [L, V] fp32 of the named rows.
+
+        logits_rows  [L] int64 rows of the step
+        trace        filled with every layer's values over the step's rows, under the names of
+                     `deepinfer trace`
+        """
+        config, ops = self.config, self.ops
+        step = self._step(inputs, caches, trace is not None)
+        stream = self.embed[inputs.token_ids].to(self.numerics.dtype)
+        stream = stream.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous()
+        pre = torch.zeros(inputs.num_rows, config.hc_mult, device=self.device)
+        pre[:, 0] = 1.0
+        rows = [] if self._hash is None else self._hash.rows(step)
+        taps: list[Tensor] = []
+        for layer, block in zip(config.layers, self.blocks, strict=True):
+            if layer.engram_idx is not None and block.engram is not None:
+                stream = add_engram(step, block.engram, stream, rows[layer.engram_idx])
+                step.note("engram_out", stream)
+            if (self.draft or step.trace is not None) and (
+                layer.layer_id in config.dspark_target_layer_ids
+            ):
+                tap = sum_in_order(stream.float(), 1) / config.hc_mult
+                taps.append(tap.to(stream.dtype))
+
+            def attend(x: Tensor, layer=layer, block=block) -> Tensor:  # type: ignore[no-untyped-def]
+                return attention(step, layer, block, x)
+
+            stream, pre = run_block(step, block, stream, pre, attend, config.num_experts_per_tok)
+        if self.draft is not None:
+            self.draft.store(step, torch.cat(taps, dim=1))
+        if trace is not None and step.trace is not None:
+            if rows:
+                step.note("engram_hash", torch.stack(rows, dim=1).int())
+            if taps:
+                step.note("main_hidden", torch.cat(taps, dim=1))
+            for name, values in step.trace.items():
+                trace[name] = values[0] if name in _PER_SEQUENCE else torch.stack(values)
+        if not logits_rows.shape[0]:
+            return stream.new_empty(0, config.vocab_size, dtype=torch.float32)
+        hidden = ops.hyper_collapse(stream[logits_rows], pre[logits_rows])
+        hidden = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
+        return ops.dense_linear(hidden, self.head, torch.float32)
+
+    def diagnose(self, inputs: ModelInputs, caches: Caches) -> str:
+        """Run rows again and name the first layer whose output is not finite."""
+        trace: dict[str, Tensor] = {}
+        rows = torch.arange(inputs.num_rows, device=self.device)
+        logits = self.forward(inputs, caches, rows, trace)
+        if not bool(torch.isfinite(self.embed[inputs.token_ids].float()).all()):
+            return "the embedding (embed.weight) of a token is not finite"
+        engram = iter(trace.get("engram_out", ()))
+        for layer in self.config.layers:
+            stages = [] if layer.engram_idx is None else [("engram", next(engram))]
+            stages.append(("attention", trace["attn_out"][layer.layer_id]))
+            stages.append(("experts", trace["ffn_out"][layer.layer_id]))
+            stages.append(("hyper-connections", trace["stream_out"][layer.layer_id]))
+            for stage, value in stages:
+                if not bool(torch.isfinite(value).all()):
+                    return f"layers.{layer.layer_id} is the first bad layer, in its {stage}"
+        if not bool(torch.isfinite(logits).all()):
+            return "all layers are finite, the final norm or head is not (norm.weight, head.weight)"
+        return "a second run of the same rows is finite"
+
+    def _step(self, inputs: ModelInputs, caches: Caches, traced: bool) -> Step:
+        """Return the shared state of a forward pass."""
+        cos_sin = self.ops.cos_sin
+        compressed = self._inv_freq[True]
+        return Step(
+            config=self.config,
+            ops=self.ops,
+            numerics=self.numerics,
+            rotation={
+                kind: cos_sin(inputs.positions, inv_freq)
+                for kind, inv_freq in self._inv_freq.items()
+            },
+            trace={} if traced else None,
+            inputs=inputs,
+            caches=caches,
+            emit_rotation={
+                ratio: cos_sin(part.emit_starts, compressed)
+                for ratio, part in inputs.ratios.items()
+            },
+        )

@@ -1,0 +1,244 @@
+"""The weights that the layers hold, under the checkpoint's names and in stored form.
+
+Nothing is dequantized for good except what `weights.dequantized_bytes` allows: fp32 copies that a
+CPU multiplies faster, with the same values and so the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.config import LayerConfig, ModelConfig
+from deepinfer.kernels.expert_linear import Fp4Weight
+from deepinfer.kernels.linear import DenseWeight, Fp8Weight
+from deepinfer.weights.load import TensorSource
+
+__all__ = [
+    "AttentionWeights",
+    "BlockWeights",
+    "CompressorWeights",
+    "EngramWeights",
+    "HyperWeights",
+    "IndexerWeights",
+    "Loader",
+    "MoeWeights",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class HyperWeights:
+    """Hyper-connection coefficients of one sublayer, fp32."""
+
+    fn: DenseWeight
+    base: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorWeights:
+    """Pools the KV of a layer that owns compressed entries; `wgate` is None for ratio 1."""
+
+    wkv: DenseWeight
+    wgate: DenseWeight | None
+    norm: Tensor
+    index_wk: DenseWeight
+    index_k_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """Queries and head weights of one index source."""
+
+    wq_b: Fp8Weight
+    weights_proj: DenseWeight
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """One attention sublayer."""
+
+    wq_a: Fp8Weight
+    q_norm: Tensor
+    wq_b: Fp8Weight
+    wkv: Fp8Weight
+    kv_norm: Tensor
+    wo_a: Fp8Weight
+    wo_b: Fp8Weight
+    attn_sink: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """Router, routed experts stacked over E, shared expert."""
+
+    gate: DenseWeight
+    bias: Tensor
+    w1: Fp4Weight
+    w3: Fp4Weight
+    w2: Fp4Weight
+    shared_w1: Fp8Weight
+    shared_w3: Fp8Weight
+    shared_w2: Fp8Weight
+
+
+@dataclass(frozen=True, slots=True)
+class EngramWeights:
+    """Table rows (stored form, possibly a view of the file), projection and gate."""
+
+    codes: Tensor
+    scale: Tensor
+    wkv: Fp8Weight
+    qk_weight: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """One block: attention, experts, and the hyper-connections around them."""
+
+    name: str
+    attn_norm: Tensor
+    ffn_norm: Tensor
+    hc_attn: HyperWeights
+    hc_ffn: HyperWeights
+    attention: AttentionWeights
+    moe: MoeWeights
+    compressor: CompressorWeights | None
+    indexer: IndexerWeights | None
+    engram: EngramWeights | None
+
+
+class Loader:
+    """Builds the weights of blocks from a checkpoint.
+
+    Layers are built in order and take fp32 copies while the budget lasts.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        config: ModelConfig,
+        device: torch.device,
+        dequantized_bytes: int,
+    ) -> None:
+        self.source = source
+        self.config = config
+        self.device = device
+        self._budget = dequantized_bytes if device.type == "cpu" else 0
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a small tensor on the device."""
+        return self.source.copy(name).to(self.device)
+
+    def mapped(self, name: str) -> Tensor:
+        """Return a tensor as a view of the file on a CPU, copied elsewhere."""
+        return self.source.get(name).to(self.device)
+
+    def dense(self, name: str) -> DenseWeight:
+        """Return a bf16 or fp32 matrix."""
+        stored = self.source.get(name)
+        copy = self._take(stored.numel() * 4)
+        if copy:
+            return DenseWeight(stored.to(self.device), stored.float())
+        if stored.dtype == torch.float32 and self.device.type == "cpu":
+            return DenseWeight(stored, stored)
+        return DenseWeight(stored.to(self.device), None)
+
+    def fp8(self, name: str) -> Fp8Weight:
+        """Return a matrix of e4m3 codes with [32, 32] scales; `name` is without suffix."""
+        codes = self.mapped(f"{name}.weight")
+        weight = Fp8Weight(codes, self.mapped(f"{name}.scale"), None)
+        if self._take(codes.numel() * 4):
+            return Fp8Weight(weight.codes, weight.scale, weight.dequantize())
+        return weight
+
+    def fp4(self, names: Sequence[str]) -> Fp4Weight:
+        """Return the stacked MXFP4 matrices of all experts."""
+        codes = self.source.stack([f"{name}.weight" for name in names]).to(self.device)
+        scale = self.source.stack([f"{name}.scale" for name in names]).to(self.device)
+        weight = Fp4Weight(codes, scale, None)
+        if self._take(codes.numel() * 8):
+            dense = torch.stack([weight.dequantize(e) for e in range(codes.shape[0])])
+            return Fp4Weight(codes, scale, dense)
+        return weight
+
+    def block(self, name: str, num_experts: int, layer: LayerConfig | None) -> BlockWeights:
+        """Return the weights of `layers.N` (with its LayerConfig) or of `mtp.N` (without)."""
+        return BlockWeights(
+            name=name,
+            attn_norm=self.tensor(f"{name}.attn_norm.weight"),
+            ffn_norm=self.tensor(f"{name}.ffn_norm.weight"),
+            hc_attn=self._hyper(f"{name}.hc_attn"),
+            hc_ffn=self._hyper(f"{name}.hc_ffn"),
+            attention=self._attention(f"{name}.attn"),
+            moe=self._moe(f"{name}.ffn", num_experts),
+            compressor=self._compressor(f"{name}.attn", layer) if layer else None,
+            indexer=self._indexer(f"{name}.attn.indexer") if layer and layer.owns_index else None,
+            engram=self._engram(f"{name}.engram")
+            if layer and layer.engram_idx is not None
+            else None,
+        )
+
+    def _hyper(self, name: str) -> HyperWeights:
+        return HyperWeights(
+            self.dense(f"{name}_fn"), self.tensor(f"{name}_base"), self.tensor(f"{name}_scale")
+        )
+
+    def _attention(self, name: str) -> AttentionWeights:
+        return AttentionWeights(
+            wq_a=self.fp8(f"{name}.wq_a"),
+            q_norm=self.tensor(f"{name}.q_norm.weight"),
+            wq_b=self.fp8(f"{name}.wq_b"),
+            wkv=self.fp8(f"{name}.wkv"),
+            kv_norm=self.tensor(f"{name}.kv_norm.weight"),
+            wo_a=self.fp8(f"{name}.wo_a"),
+            wo_b=self.fp8(f"{name}.wo_b"),
+            attn_sink=self.tensor(f"{name}.attn_sink"),
+        )
+
+    def _moe(self, name: str, num_experts: int) -> MoeWeights:
+        experts = [f"{name}.experts.{e}" for e in range(num_experts)]
+        return MoeWeights(
+            gate=self.dense(f"{name}.gate.weight"),
+            bias=self.tensor(f"{name}.gate.bias"),
+            w1=self.fp4([f"{e}.w1" for e in experts]),
+            w3=self.fp4([f"{e}.w3" for e in experts]),
+            w2=self.fp4([f"{e}.w2" for e in experts]),
+            shared_w1=self.fp8(f"{name}.shared_experts.w1"),
+            shared_w3=self.fp8(f"{name}.shared_experts.w3"),
+            shared_w2=self.fp8(f"{name}.shared_experts.w2"),
+        )
+
+    def _compressor(self, name: str, layer: LayerConfig) -> CompressorWeights | None:
+        if not layer.owns_kv:
+            return None
+        return CompressorWeights(
+            wkv=self.dense(f"{name}.compressor.wkv.weight"),
+            wgate=self.dense(f"{name}.compressor.wgate.weight") if layer.ratio > 1 else None,
+            norm=self.tensor(f"{name}.compressor.norm.weight"),
+            index_wk=self.dense(f"{name}.indexer.wk.weight"),
+            index_k_norm=self.tensor(f"{name}.indexer.k_norm.weight"),
+        )
+
+    def _indexer(self, name: str) -> IndexerWeights:
+        return IndexerWeights(self.fp8(f"{name}.wq_b"), self.dense(f"{name}.weights_proj.weight"))
+
+    def _engram(self, name: str) -> EngramWeights:
+        q = self.tensor(f"{name}.q_weight").float()
+        k = self.tensor(f"{name}.k_weight").float()
+        return EngramWeights(
+            codes=self.mapped(f"{name}.embed.weight"),
+            scale=self.mapped(f"{name}.embed.scale"),
+            wkv=self.fp8(f"{name}.wkv"),
+            qk_weight=q * k,
+        )
+
+    def _take(self, num_bytes: int) -> bool:
+        """Take a copy's bytes out of the budget if they are left."""
+        if num_bytes > self._budget:
+            return False
+        self._budget -= num_bytes
+        return True
