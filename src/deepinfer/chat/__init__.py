@@ -1,0 +1,1 @@
+"""Text and conversations on one side, token ids on the other."""
