@@ -136,9 +136,9 @@ class Drafter:
 
     def run(self, params: Params, frozen: Params, decay: Tensor, ids: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (statistics, confidence logits, logits match) for ids [B,T+1]."""
-        out = self.model(frozen, ids[:, :-1].contiguous(), top_k=self.shape.index_topk, qat=True)
-        taps, hidden = out["taps"].detach(), out["hidden"].detach()
-        del out
+        with torch.no_grad():
+            out = self.model(frozen, ids[:, :-1].contiguous(), top_k=self.shape.index_topk, qat=True)
+        taps, hidden = out["taps"], out["hidden"]
         logits, confidence = self(params, frozen, ids[:, :-1].contiguous(), taps, anchors, True)
         positions = anchors[:, None] + torch.arange(self.shape.dspark_block_size + 1, device=ids.device)
         with torch.no_grad():
