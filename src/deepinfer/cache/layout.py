@@ -144,7 +144,7 @@ class CacheLayout:
 
         parts: list[Part] = []
         offset = 0
-        main = "main_fp4" if config.use_fp4_sparse_kv else "window_fp8"
+        main: FormatName = "main_fp4" if config.use_fp4_sparse_kv else "window_fp8"
         formats: tuple[tuple[Literal["main", "index"], EntryFormat], ...] = (
             ("index", stored("index_fp4", config.index_head_dim)),
             ("main", stored(main, config.head_dim)),

@@ -8,7 +8,7 @@ length`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,9 +40,19 @@ class Caches:
 
     @classmethod
     def allocate(
-        cls, layout: CacheLayout, num_blocks: int, num_slots: int, device: torch.device | str
+        cls,
+        layout: CacheLayout,
+        num_blocks: int,
+        num_slots: int,
+        device: torch.device | str,
+        dequantized_bytes: int = 0,
     ) -> Caches:
-        """Allocate zeroed pools; block 0 and slot 0 are padding and count."""
+        """Allocate zeroed pools; block 0 and slot 0 are padding and count.
+
+        dequantized_bytes  what decoded fp32 copies may take beside the pools: window rings first,
+                           then index keys, then main entries, each kind whole or not at all;
+                           changes speed only
+        """
         blocks = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
         slots = torch.zeros(num_slots, layout.slot_bytes, dtype=torch.uint8, device=device)
         caches: dict[str, dict[int, PagedCache]] = {"main": {}, "index": {}}
@@ -51,8 +61,8 @@ class Caches:
             form = part.format
             if part.kind == "index" and form.scale_bytes:
                 split = part.num_entries * form.code_bytes
-                codes = data[:, :split].unflatten(1, (part.num_entries, form.code_bytes))
-                scales = data[:, split:].unflatten(1, (part.num_entries, form.scale_bytes))
+                codes = torch.unflatten(data[:, :split], 1, (part.num_entries, form.code_bytes))
+                scales = torch.unflatten(data[:, split:], 1, (part.num_entries, form.scale_bytes))
                 cache = PagedCache(codes, scales, form.name, form.dim)
             else:
                 cache = _interleaved(data, part.num_entries, form)
@@ -61,8 +71,13 @@ class Caches:
             _interleaved(_region(slots, ring), ring.length, layout.window_format)
             for ring in layout.windows
         )
+        rings, left = _with_dense(dict(enumerate(windows)), dequantized_bytes)
+        index, left = _with_dense(caches["index"], left)
+        main, _ = _with_dense(caches["main"], left)
         tails = {
-            layer_id: _region(slots, ring).view(torch.float32).unflatten(1, (ring.length, 2, -1))
+            layer_id: torch.unflatten(
+                _region(slots, ring).view(torch.float32), 1, (ring.length, 2, -1)
+            )
             for layer_id, ring in layout.tails
         }
         tail = layout.engram_tail
@@ -71,12 +86,35 @@ class Caches:
             layout=layout,
             blocks=blocks,
             slots=slots,
-            windows=windows,
-            main=caches["main"],
-            index=caches["index"],
+            windows=tuple(rings.values()),
+            main=main,
+            index=index,
             tails=tails,
             engram_tail=engram_tail,
         )
+
+
+def _with_dense(
+    caches: Mapping[int, PagedCache], budget: int
+) -> tuple[Mapping[int, PagedCache], int]:
+    """Give caches of one kind a decoded copy if the budget holds them; return what is left."""
+    sizes = [
+        4 * c.dim * c.codes.shape[0] * c.codes.shape[1]
+        for c in caches.values()
+        if c.scales is not None
+    ]
+    if not sizes or sum(sizes) > budget:
+        return caches, budget
+    dense = {
+        key: replace(
+            cache,
+            dense=torch.zeros(
+                *cache.codes.shape[:2], cache.dim, dtype=torch.float32, device=cache.codes.device
+            ),
+        )
+        for key, cache in caches.items()
+    }
+    return dense, budget - sum(sizes)
 
 
 def _region(pool: Tensor, ring: Ring) -> Tensor:
@@ -86,8 +124,8 @@ def _region(pool: Tensor, ring: Ring) -> Tensor:
 def _interleaved(data: Tensor, num_entries: int, form: EntryFormat) -> PagedCache:
     """View bytes as entries that keep their scales behind their codes."""
     if not form.scale_bytes:
-        codes = data.view(torch.float32).unflatten(1, (num_entries, form.dim))
+        codes = torch.unflatten(data.view(torch.float32), 1, (num_entries, form.dim))
         return PagedCache(codes, None, form.name, form.dim)
-    entries = data.unflatten(1, (num_entries, form.entry_bytes))
+    entries = torch.unflatten(data, 1, (num_entries, form.entry_bytes))
     codes, scales = entries.split_with_sizes([form.code_bytes, form.scale_bytes], dim=-1)
     return PagedCache(codes, scales, form.name, form.dim)

@@ -675,7 +675,8 @@ class ReferenceModel:
         for start in range(0, keys.shape[0], SLOT_BLOCK):
             block = keys[start : start + SLOT_BLOCK]
             block = F.pad(block, (0, 0, 0, SLOT_BLOCK - block.shape[0]))
-            dots = inner(matmul(q, block)).clamp(min=0.0)  # [T, H, 64]
+            dots = torch.bmm(q, block.T.expand(q.shape[0], -1, -1))  # [T, H, 64]
+            dots = inner(dots).clamp(min=0.0)
             columns.append(_sum_in_order(inner(dots * weights.unsqueeze(-1)), 1))
         scores = torch.cat(columns, dim=1) if columns else x.new_empty(x.shape[0], 0)
         return self._round(scores[:, : keys.shape[0]])

@@ -22,6 +22,8 @@ class PagedCache:
 
     codes   [blocks, entries, bytes] uint8, or [blocks, entries, D] fp32 for format "fp32"
     scales  [blocks, entries, bytes] uint8, None for "fp32"
+    dense   [blocks, entries, D] fp32, the decoded entries, kept where memory allows: loading copies
+            them instead of decoding
     Formats: window_fp8 = ACT8, main_fp4 = ACT4-E4, index_fp4 = ACT4-E8 (kernels/quantize).
     """
 
@@ -29,6 +31,7 @@ class PagedCache:
     scales: Tensor | None
     format: CacheFormat
     dim: int
+    dense: Tensor | None = None
 
 
 def cache_store(

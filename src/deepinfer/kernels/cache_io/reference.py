@@ -40,23 +40,32 @@ def cache_store(cache: PagedCache, values: Tensor, idx: Tensor) -> None:
         codes, scales = act4_e8(values)
     cache.codes[block, offset] = codes
     cache.scales[block, offset] = scales
+    if cache.dense is not None:
+        cache.dense[block, offset] = _decode(cache, codes, scales)
 
 
 def cache_load(cache: PagedCache, idx: Tensor) -> Tensor:
     """Gather, decode, scale, blank what is absent."""
     entries = cache.codes.shape[1]
-    held = idx.clamp(min=0)
-    block, offset = held // entries, held % entries
-    codes = cache.codes[block, offset]
-    if cache.scales is None:
-        values = codes
-    else:
-        scales = cache.scales[block, offset]
-        if cache.format == "window_fp8":
-            values = repeat_groups(decode_e4m3(codes), decode_ue8m0(scales))
-        elif cache.format == "main_fp4":
-            values = repeat_groups(decode_e2m1(codes), decode_e4m3(scales))
-        else:
-            values = repeat_groups(decode_e2m1(codes), decode_ue8m0(scales))
     absent = idx < 0
+    held = idx.clamp(min=0)
+    dense = cache.codes if cache.scales is None else cache.dense
+    if dense is not None and dense.is_contiguous():
+        values = dense.view(-1, cache.dim).index_select(0, held)
+    else:
+        block, offset = held // entries, held % entries
+        if dense is not None:
+            values = dense[block, offset]
+        else:
+            assert cache.scales is not None
+            values = _decode(cache, cache.codes[block, offset], cache.scales[block, offset])
     return values.masked_fill_(absent.unsqueeze(-1), 0.0) if bool(absent.any()) else values
+
+
+def _decode(cache: PagedCache, codes: Tensor, scales: Tensor) -> Tensor:
+    """Return gathered entries [n, D] fp32."""
+    if cache.format == "window_fp8":
+        return repeat_groups(decode_e4m3(codes), decode_ue8m0(scales))
+    if cache.format == "main_fp4":
+        return repeat_groups(decode_e2m1(codes), decode_e4m3(scales))
+    return repeat_groups(decode_e2m1(codes), decode_ue8m0(scales))

@@ -32,7 +32,7 @@ def engram_lookup(codes: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype
 def engram_gate(x: Tensor, kv: Tensor, qk_weight: Tensor, eps: float) -> Tensor:
     """Sigmoid of the signed square root of a normalized dot product."""
     x32 = x.float()
-    parts = kv.float().unflatten(-1, (-1, x.shape[2]))
+    parts = torch.unflatten(kv.float(), -1, (-1, x.shape[2]))
     key, value = parts[:, :-1], parts[:, -1:]
     norm_x = torch.rsqrt(x32.square().mean(-1) + eps)
     norm_key = torch.rsqrt(key.square().mean(-1) + eps)

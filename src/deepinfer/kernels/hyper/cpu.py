@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepinfer.kernels.hyper.reference import project
+from deepinfer.kernels.hyper import reference
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.rows import sigmoid
 
@@ -22,39 +22,33 @@ def hyper_mix(
     iters: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference."""
-    pre, post, raw = project(h, fn, scale, base, norm_eps)
+    n = h.shape[1]
+    if n >= 8:  # numpy sums 8 and more in another order
+        return reference.hyper_mix(h, fn, scale, base, norm_eps, hc_eps, iters)
+    sides, raw = reference.project(h, fn, scale, base, norm_eps)
     exps = torch.exp(raw - raw.amax(-1, keepdim=True))  # torch's exp: numpy's has other bits
-    both = sigmoid(torch.cat([pre, post], dim=-1))
-    n = pre.shape[1]
+    sides = sigmoid(sides)
     comb = torch.from_numpy(_normalize(exps.numpy(), iters, np.float32(hc_eps)))
-    return both[:, :n] + hc_eps, 2.0 * both[:, n:], comb
+    return sides[:, :n] + hc_eps, 2.0 * sides[:, n:], comb
 
 
 def _normalize(exps: NDArray[np.float32], iters: int, eps: np.float32) -> NDArray[np.float32]:
-    """The iterations on [M, M, T] (tokens last, so that every step runs over long rows)."""
+    """The iterations on [M, M, T]: tokens last, so that every call runs over long rows."""
     comb = np.ascontiguousarray(exps.transpose(1, 2, 0))
-    total = np.empty_like(comb[0])
+    row_sum, column_sum = np.empty_like(comb[:, :1]), np.empty_like(comb[:1])
+    add, divide, total = np.add, np.divide, np.add.reduce
     with np.errstate(invalid="ignore", divide="ignore"):  # damaged weights are reported later
-        _sum(comb.swapaxes(0, 1), total)
-        np.divide(comb, total[:, None], out=comb)
-        np.add(comb, eps, out=comb)
-        for step in range(2 * iters - 1):
-            if step % 2 == 0:
-                _sum(comb, total)
-                np.add(total, eps, out=total)
-                np.divide(comb, total[None], out=comb)
-            else:
-                _sum(comb.swapaxes(0, 1), total)
-                np.add(total, eps, out=total)
-                np.divide(comb, total[:, None], out=comb)
+        total(comb, 1, None, row_sum, True)
+        divide(comb, row_sum, comb)
+        add(comb, eps, comb)
+        total(comb, 0, None, column_sum, True)
+        add(column_sum, eps, column_sum)
+        divide(comb, column_sum, comb)
+        for _ in range(iters - 1):
+            total(comb, 1, None, row_sum, True)
+            add(row_sum, eps, row_sum)
+            divide(comb, row_sum, comb)
+            total(comb, 0, None, column_sum, True)
+            add(column_sum, eps, column_sum)
+            divide(comb, column_sum, comb)
     return np.ascontiguousarray(comb.transpose(2, 0, 1))
-
-
-def _sum(parts: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """Sum over the first axis from left to right."""
-    if len(parts) == 1:
-        out[:] = parts[0]
-        return
-    np.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        np.add(out, part, out=out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -11,15 +13,20 @@ from deepinfer.kernels.rows import matmul_rows, sigmoid, sum_in_order
 
 def project(
     h: Tensor, fn: DenseWeight, scale: Tensor, base: Tensor, norm_eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three groups of projections before their nonlinearities."""
+) -> tuple[Tensor, Tensor]:
+    """Return projections before their nonlinearities: of pre and post [T, 2M], of comb [T, M, M]."""
     n = h.shape[1]
     flat = h.float().flatten(1)
     norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
     mixes = matmul_rows(flat, fn.fp32()) * norm
-    gains = scale.repeat_interleave(torch.tensor([n, n, n * n], device=scale.device))
-    pre, post, raw = (mixes * gains + base).split_with_sizes([n, n, n * n], dim=-1)
-    return pre, post, raw.unflatten(-1, (n, n))
+    mixes = mixes * scale[_gain_index(n, scale.device)] + base
+    return mixes[:, : 2 * n], torch.unflatten(mixes[:, 2 * n :], -1, (n, n))
+
+
+@cache
+def _gain_index(n: int, device: torch.device) -> Tensor:
+    """Which of the three gains each projection takes."""
+    return torch.tensor([0] * n + [1] * n + [2] * n * n, device=device)
 
 
 def hyper_mix(
@@ -32,8 +39,9 @@ def hyper_mix(
     iters: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sigmoids of the first two groups, Sinkhorn of the third."""
-    pre, post, raw = project(h, fn, scale, base, norm_eps)
-    return sigmoid(pre) + hc_eps, 2.0 * sigmoid(post), sinkhorn(raw, iters, hc_eps)
+    sides, raw = project(h, fn, scale, base, norm_eps)
+    sides, n = sigmoid(sides), h.shape[1]
+    return sides[:, :n] + hc_eps, 2.0 * sides[:, n:], sinkhorn(raw, iters, hc_eps)
 
 
 def sinkhorn(raw: Tensor, iters: int, eps: float) -> Tensor:

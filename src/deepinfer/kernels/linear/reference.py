@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def dequantize_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     """[N, K] e4m3 times one power of two per 32x32 tile."""
     factor = decode_ue8m0(scale).repeat_interleave(32, 0)[: codes.shape[0]]
-    values = decode_e4m3(codes).unflatten(1, (-1, 32))
+    values = torch.unflatten(decode_e4m3(codes), 1, (-1, 32))
     return (values * factor.unsqueeze(-1)).flatten(1)
 
 

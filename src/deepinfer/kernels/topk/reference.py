@@ -29,7 +29,7 @@ def select_blocks(scores: Tensor, visible: Tensor, num_blocks: int, block_size: 
     entry = torch.arange(scores.shape[1], device=scores.device)
     scores = scores.masked_fill(entry >= visible[:, None], -math.inf)
     scores = F.pad(scores, (0, -scores.shape[1] % block_size), value=-math.inf)
-    best = scores.unflatten(1, (-1, block_size)).amax(-1)
+    best = torch.unflatten(scores, 1, (-1, block_size)).amax(-1)
     block = torch.arange(best.shape[1], device=scores.device)
     newest = torch.div(visible - 1, block_size, rounding_mode="floor")
     return _best(best.masked_fill(block == newest[:, None], math.inf), num_blocks)

@@ -26,7 +26,7 @@ def project_queries(
     latent = ops.fp8_linear(x, weights.wq_a, False)
     latent = ops.rms_norm(latent, weights.q_norm, config.rms_norm_eps)
     q = ops.fp8_linear(latent, weights.wq_b, step.numerics.quantize)
-    q = q.unflatten(-1, (config.num_attention_heads, config.head_dim))
+    q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
     cos, sin = step.rotation[compressed]
     return latent, ops.rotate_tail(q, cos, sin)
 

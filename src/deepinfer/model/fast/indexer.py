@@ -35,7 +35,7 @@ def select(
         _keep(step, layer, topk)
         return
     q = ops.fp8_linear(latent, weights.wq_b, step.numerics.quantize)
-    q = q.unflatten(-1, (config.index_n_heads, config.index_head_dim))
+    q = torch.unflatten(q, -1, (config.index_n_heads, config.index_head_dim))
     cos, sin = step.rotation[True]
     q = step.act_quantized(ops.rotate_tail(q, cos, sin), "act4_e8")
     head_weight = ops.dense_linear(x, weights.weights_proj, x.dtype)

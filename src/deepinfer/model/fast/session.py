@@ -27,8 +27,9 @@ class Session:
 
     def __init__(self, model: FastModel, max_tokens: int, tokens_per_block: int = 128) -> None:
         self.model = model
-        mode = "official" if model.numerics.quantize else "noq"
-        self.layout = CacheLayout.build(model.config, mode, tokens_per_block)
+        self.layout = CacheLayout.build(
+            model.config, "official" if model.numerics.quantize else "noq", tokens_per_block
+        )
         num_blocks = -(-max_tokens // tokens_per_block)
         # Tables out of order: an engine's blocks are not contiguous either.
         self.blocks = list(range(num_blocks, 0, -1))
