@@ -155,7 +155,13 @@ class LLM:
             available_bytes=self.device.available_bytes(),
             on_cpu=device.type == "cpu",
         )
-        caches = Caches.allocate(layout, sizes.num_blocks, sizes.num_slots, device)
+        caches = Caches.allocate(
+            layout,
+            sizes.num_blocks,
+            sizes.num_slots,
+            device,
+            config.cache.dequantized_bytes if device.type == "cpu" else 0,
+        )
         sampler = Sampler(model_config.vocab_size, sizes.num_slots, device, banned)
         runner = Runner(
             model,

@@ -259,6 +259,10 @@ class CacheConfig(_Group):
     max_rollback: int | Literal["auto"] = field(
         default="auto", metadata=_about("positions that a sequence can step back", 0)
     )
+    dequantized_bytes: int = field(
+        default=1 << 30,
+        metadata=_about("most that decoded copies of entries may take on a CPU, touched as used", 0),
+    )
     prefix: bool = field(default=False, metadata=_about("reuse the blocks of equal prefixes"))
 
 

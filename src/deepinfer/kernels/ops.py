@@ -97,13 +97,16 @@ class Ops:
     engram_gate: Op
 
     @classmethod
-    def resolve(cls, capability: Capability, only_reference: bool = False) -> Ops:
+    def resolve(
+        cls, capability: Capability, only_reference: bool = False, checked: bool = True
+    ) -> Ops:
         """Pick the first implementation of each op that runs on a device.
 
         only_reference  take the definitions everywhere: the slow twin of the whole engine
+        checked         check every argument; a model whose calls are tested may leave it out
         """
         choices = {op: choose(op, capability, only_reference) for op in TABLE}
-        bound = {op: _bind(op, choice) for op, choice in choices.items()}
+        bound = {op: _bind(op, choice, checked) for op, choice in choices.items()}
         return cls(choices=choices, **bound)  # type: ignore[arg-type]  # one per public function
 
 
@@ -120,6 +123,7 @@ def choose(op: str, capability: Capability, only_reference: bool = False) -> Imp
     raise UnsupportedError(f"no implementation of {op} runs on {capability.arch}")
 
 
-def _bind(op: str, choice: Implementation) -> Callable[..., object]:
+def _bind(op: str, choice: Implementation, checked: bool) -> Callable[..., object]:
     module = import_module(f"deepinfer.kernels.{choice.module}")
-    return partial(_PUBLIC[op], impl=getattr(module, op))
+    function: Callable[..., object] = getattr(module, op)
+    return partial(_PUBLIC[op], impl=function) if checked else function

@@ -16,7 +16,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.rope.tables import window_inv_freq
-from deepinfer.model.fast.attention import project_kv, project_output, project_queries
+from deepinfer.model.fast.attention import project, project_entries, project_output
 from deepinfer.model.fast.block import run_block
 from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights, Loader
@@ -43,12 +43,12 @@ class DraftModel:
         self.head = head
         last = f"mtp.{config.num_nextn_predict_layers - 1}"
         self.main_proj = loader.fp8("mtp.0.main_proj")
-        self.main_norm = loader.tensor("mtp.0.main_norm.weight")
+        self.main_norm = loader.norm("mtp.0.main_norm.weight")
         self.blocks: tuple[BlockWeights, ...] = tuple(
             loader.block(f"mtp.{i}", config.dspark_n_routed_experts, None)
             for i in range(config.num_nextn_predict_layers)
         )
-        self.norm = loader.tensor(f"{last}.norm.weight")
+        self.norm = loader.norm(f"{last}.norm.weight")
         self.markov_embed = loader.mapped(f"{last}.markov_head.embed.weight")
         self.markov_head = loader.dense(f"{last}.markov_head.head.weight")
         self.confidence = loader.dense(f"{last}.confidence_head.proj.weight")
@@ -59,9 +59,8 @@ class DraftModel:
         ops, config = self.ops, self.config
         main = ops.fp8_linear(features, self.main_proj, self.numerics.quantize)
         main = ops.rms_norm(main, self.main_norm, config.rms_norm_eps)
-        main = step.act_quantized(main, "act8")
         for i, block in enumerate(self.blocks):
-            kv = project_kv(step, block.attention, main, step.rotation[False])
+            kv = project_entries(step, block.attention, main, step.rotation[False])
             cache = step.caches.windows[config.num_hidden_layers + i]
             ops.cache_store(cache, kv, step.inputs.window_store)
 
@@ -163,9 +162,7 @@ class _Attend:
         """Attend x [S*B, C]."""
         step, weights = self._step, self._weights
         rotation = step.rotation[False]
-        quantized = step.act_quantized(x, "act8")
-        q = project_queries(step, weights, quantized, False)[1]
-        kv = project_kv(step, weights, quantized, rotation)
+        _, q, kv = project(step, weights, x, rotation)
         own = step.act_quantized(kv, "act8").float()
         out = step.ops.sparse_attention(
             q,

@@ -32,9 +32,9 @@ def sparse_attention(
     """Attend to window slots and selected entries in one softmax; an entry is key and value.
 
     q              [T, H, D]   bf16 or fp32
-    window_kv      [N, D]      fp32, dequantized
+    window_kv      [N, D]      fp32, dequantized; or [T, W, D], already gathered
     window_idx     [T, W]      int64 rows of window_kv, -1 = absent; absent slots keep their place
-    main_kv        [M, D]      fp32, or None for a layer with a window only
+    main_kv        [M, D] or [T, K, D] fp32, or None for a layer with a window only
     main_idx       [T, K]      int64 rows of main_kv, -1 = absent
     sink           [H]         fp32 logits that enter the denominator only, unscaled
     round_weights  round exp(score - maximum so far) to bf16 for the weighted sum
@@ -45,7 +45,7 @@ def sparse_attention(
     check(
         "sparse_attention",
         ("q", q, "T H D"),
-        ("window_kv", window_kv, "_ D"),
+        ("window_kv", window_kv, "_ D" if window_kv.ndim == 2 else "T _ D"),
         ("window_idx", window_idx, "T _"),
         ("sink", sink, "H"),
     )
@@ -55,7 +55,7 @@ def sparse_attention(
         check(
             "sparse_attention",
             ("q", q, "T H D"),
-            ("main_kv", main_kv, "_ D"),
+            ("main_kv", main_kv, "_ D" if main_kv.ndim == 2 else "T _ D"),
             ("main_idx", main_idx, "T _"),
         )
     if not q.shape[0]:

@@ -23,53 +23,80 @@ def sparse_attention(
     scale: float,
     round_weights: bool,
 ) -> Tensor:
-    """Gather, score, rescale, accumulate: tile of rows by tile of rows."""
-    entries, slots = window_kv, window_idx
-    if main_kv is not None and main_idx is not None:
-        entries = torch.cat([window_kv, main_kv])
-        shifted = torch.where(main_idx < 0, main_idx, main_idx + window_kv.shape[0])
-        slots = torch.cat([window_idx, shifted], dim=1)
-    slots = F.pad(slots, (0, -slots.shape[1] % SLOT_BLOCK), value=-1)
-    absent = slots < 0
-    present = (~absent).unflatten(1, (-1, SLOT_BLOCK)).any(-1)
-    slots = slots.clamp(min=0)
+    """Tile of rows by tile of rows: bring the entries together, then attend."""
+    slots = window_idx if main_idx is None else torch.cat([window_idx, main_idx], dim=1)
+    absent = F.pad(slots < 0, (0, -slots.shape[1] % SLOT_BLOCK), value=True)
+    present = torch.unflatten(~absent, 1, (-1, SLOT_BLOCK)).any(-1)
     queries = q.float()
     out = torch.empty_like(queries)
     for start in range(0, q.shape[0], _ROW_TILE):
         rows = slice(start, start + _ROW_TILE)
+        parts = [_gather(window_kv, window_idx, rows)]
+        if main_kv is not None and main_idx is not None:
+            parts.append(_gather(main_kv, main_idx, rows))
+        blocks = _blocks(parts)
         used = present[rows].any(0).tolist()
-        out[rows] = _tile(
-            queries[rows], entries, slots[rows], absent[rows], used, sink, scale, round_weights
-        )
+        kept = [(i, block) for i, block in enumerate(blocks) if used[i]]
+        out[rows] = _attend(queries[rows], kept, absent[rows], sink, scale, round_weights)
     return out.to(q.dtype)
 
 
-def _tile(
+def _gather(entries: Tensor, idx: Tensor, rows: slice) -> Tensor:
+    """Return the entries of some rows, [t, S, D]; of absent slots any.
+
+    Rows whose slots are neighbours, each row one further or none, are a view: the window of a
+    prefill needs no copy.
+    """
+    if entries.ndim == 3:
+        return entries[rows]
+    index = idx[rows]
+    num_rows, num_slots = index.shape
+    if num_rows > 1:
+        begin, end = int(index[0, 0]), int(index[-1, 0])
+        step = (end - begin) // (num_rows - 1)
+        if begin >= 0 and step in (0, 1) and end + num_slots <= entries.shape[0]:
+            expected = begin + torch.arange(num_rows)[:, None] * step + torch.arange(num_slots)
+            if bool(((index == expected) | (index < 0)).all()):
+                dim = entries.shape[1]
+                shape, stride = (num_rows, num_slots, dim), (step * dim, dim, 1)
+                return entries.as_strided(shape, stride, entries.storage_offset() + begin * dim)
+    held = entries.index_select(0, index.clamp(min=0).flatten())
+    return held.view(num_rows, num_slots, -1)
+
+
+def _blocks(parts: list[Tensor]) -> list[Tensor]:
+    """Cut joined slots into blocks of 64, copying only where a block joins two parts."""
+    if len(parts) == 2 and parts[0].shape[1] % SLOT_BLOCK:
+        parts = [torch.cat(parts, dim=1)]
+    return [block for part in parts for block in torch.split(part, SLOT_BLOCK, dim=1)]
+
+
+def _attend(
     queries: Tensor,
-    entries: Tensor,
-    slots: Tensor,
+    blocks: list[tuple[int, Tensor]],
     absent: Tensor,
-    used: list[bool],
     sink: Tensor,
     scale: float,
     round_weights: bool,
 ) -> Tensor:
-    """Attend some rows; blocks without any entry change nothing and are left out."""
+    """Attend some rows to their blocks, given with their numbers.
+
+    Blocks without any entry change nothing and are left out; the last block may be short.
+    """
     peak = queries.new_full((*queries.shape[:2], 1), -1e30)
     total = torch.zeros_like(peak)
     acc = torch.zeros_like(queries)
-    for block, needed in enumerate(used):
-        if not needed:
-            continue
-        part = slice(block * SLOT_BLOCK, (block + 1) * SLOT_BLOCK)
-        index = slots[:, part]
-        keys = entries.index_select(0, index.flatten()).view(*index.shape, -1)
+    for number, keys in blocks:
+        hidden = absent[:, number * SLOT_BLOCK : (number + 1) * SLOT_BLOCK].unsqueeze(1)
         scores = torch.bmm(queries, keys.transpose(1, 2)) * scale
-        scores.masked_fill_(absent[:, part].unsqueeze(1), -math.inf)
+        if keys.shape[1] < SLOT_BLOCK:
+            scores = F.pad(scores, (0, SLOT_BLOCK - keys.shape[1]))
+        scores.masked_fill_(hidden, -math.inf)
         new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - new_peak)
         decay = torch.exp(peak - new_peak)
         total = total * decay + weights.sum(-1, keepdim=True)
+        weights = weights[..., : keys.shape[1]]
         if round_weights:
             weights = weights.bfloat16().float()
         acc = acc * decay + torch.bmm(weights, keys)

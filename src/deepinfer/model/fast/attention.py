@@ -12,31 +12,34 @@ from deepinfer.model.fast.indexer import gather_selected, select
 from deepinfer.model.fast.step import Pass, Rotation, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights
 
-__all__ = ["attention", "project_kv", "project_output", "project_queries"]
+__all__ = ["attention", "project", "project_entries", "project_output"]
 
 
-def project_queries(
-    step: Pass, weights: AttentionWeights, x: Tensor, compressed: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the query latent [T, rank] and the rotated queries [T, H, D].
+def project(
+    step: Pass, weights: AttentionWeights, x: Tensor, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the query latent [T, rank], queries [T, H, D] and window entries [T, D] of x [T, C].
 
-    x is already quantized and dequantized where the arithmetic asks for it.
+    Queries and entries are rotated, entries not yet quantized.
     """
-    ops, config = step.ops, step.config
-    latent = ops.fp8_linear(x, weights.wq_a, False)
-    latent = ops.rms_norm(latent, weights.q_norm, config.rms_norm_eps)
-    q = ops.fp8_linear(latent, weights.wq_b, step.numerics.quantize)
+    ops, config, quantize = step.ops, step.config, step.numerics.quantize
+    both = ops.fp8_linear(x, weights.wq_a_wkv, quantize)
+    latent = ops.rms_norm(both[:, : config.q_lora_rank], weights.q_norm, config.rms_norm_eps)
+    q = ops.fp8_linear(latent, weights.wq_b, quantize)
     q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
-    cos, sin = step.rotation[compressed]
-    return latent, ops.rotate_tail(q, cos, sin)
+    kv = _entries(step, weights, both[:, config.q_lora_rank :], rotation)
+    return latent, ops.rotate_tail(q, *rotation), kv
 
 
-def project_kv(step: Pass, weights: AttentionWeights, x: Tensor, rotation: Rotation) -> Tensor:
-    """Return one rotated, unquantized window entry per row, [T, D]; x as in `project_queries`."""
-    ops = step.ops
-    kv = ops.fp8_linear(x, weights.wkv, False)
-    kv = ops.rms_norm(kv, weights.kv_norm, step.config.rms_norm_eps)
-    return ops.rotate_tail(kv, *rotation)
+def project_entries(step: Pass, weights: AttentionWeights, x: Tensor, rotation: Rotation) -> Tensor:
+    """Return only the window entries [T, D] of x [T, C]."""
+    both = step.ops.fp8_linear(x, weights.wq_a_wkv, step.numerics.quantize)
+    return _entries(step, weights, both[:, step.config.q_lora_rank :], rotation)
+
+
+def _entries(step: Pass, weights: AttentionWeights, kv: Tensor, rotation: Rotation) -> Tensor:
+    kv = step.ops.rms_norm(kv, weights.kv_norm, step.config.rms_norm_eps)
+    return step.ops.rotate_tail(kv, *rotation)
 
 
 def project_output(
@@ -56,11 +59,8 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
     Prefill reads the ring before the step's rows enter it; decode stores first and then reads.
     """
     ops, config, weights = step.ops, step.config, block.attention
-    compressed = layer.ratio > 0
-    rotation = step.rotation[compressed]
-    quantized = step.act_quantized(x, "act8")
-    latent, q = project_queries(step, weights, quantized, compressed)
-    kv = project_kv(step, weights, quantized, rotation)
+    rotation = step.rotation[layer.ratio > 0]
+    latent, q, kv = project(step, weights, x, rotation)
     window_kv, window_idx = read_window(step, step.caches.windows[layer.layer_id], kv)
     main_kv = main_idx = None
     if layer.kv_source is not None and layer.index_source is not None:
@@ -83,15 +83,22 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
 
 
 def read_window(step: Step, cache: PagedCache, kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Store the rows' entries kv [T, D]; return entries [N, D] fp32 and indices [T, W]."""
+    """Store the rows' entries kv [T, D] and return what the rows see.
+
+    Decode: entries [T, W, D] and ring entries [T, W]; prefill: entries [N, D] and indices [T, W].
+    All fp32; absent slots are -1 in the second.
+    """
     ops, inputs = step.ops, step.inputs
     if inputs.decode:
         ops.cache_store(cache, kv, inputs.window_store)
         slots = inputs.window_slots
-        loaded = ops.cache_load(cache, slots.flatten())
-        index = torch.arange(slots.numel(), device=slots.device).view_as(slots)
-        return loaded, index.masked_fill(slots < 0, -1)
+        return ops.cache_load(cache, slots.flatten()).view(*slots.shape, -1), slots
     history = ops.cache_load(cache, inputs.window_load)
     ops.cache_store(cache, kv, inputs.window_store)
     new = step.act_quantized(kv, "act8").float()
-    return torch.cat([history, new]), inputs.window_slots
+    window = step.config.sliding_window
+    pieces: list[Tensor] = []
+    for b in range(inputs.num_sequences):
+        pieces.append(history[b * window : (b + 1) * window])
+        pieces.append(new[inputs.cu_rows[b] : inputs.cu_rows[b + 1]])
+    return torch.cat(pieces), inputs.window_slots

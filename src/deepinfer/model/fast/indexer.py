@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from deepinfer.config import LayerConfig
+from deepinfer.model.fast.inputs import RatioInputs
 from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import IndexerWeights
 
@@ -45,22 +47,19 @@ def select(
     source = max(i for i in config.index_k_source_layer_ids if i <= layer.layer_id)
     cache = step.caches.index[source]
     rounding = step.numerics.index_rounding
+    size = config.candidate_block_size
     parts: list[Tensor] = []
     candidates: list[Tensor] = []
-    for b, entries in enumerate(ratio.entries):
-        rows = slice(inputs.cu_rows[b], inputs.cu_rows[b + 1])
+    for rows, entries in _score_groups(step, ratio):
         visible = ratio.visible[rows]
-        keys = ops.cache_load(cache, entries)
+        keys = ops.cache_load(cache, entries.flatten()).view(*entries.shape, -1)
         scores = ops.index_score(q[rows], head_weight[rows], keys, rounding)
         if layer.is_candidate_source:
-            blocks = ops.select_blocks(
-                scores, visible, config.candidate_topk_blocks, config.candidate_block_size
+            candidates.append(
+                ops.select_blocks(scores, visible, config.candidate_topk_blocks, size)
             )
-            candidates.append(blocks)
         elif layer.filters_candidates and step.candidates is not None:
-            kept = ops.block_mask(
-                step.candidates[rows], entries.shape[0], config.candidate_block_size
-            )
+            kept = ops.block_mask(step.candidates[rows], scores.shape[1], size)
             scores = scores.masked_fill(~kept, -math.inf)
         parts.append(ops.select_topk(scores, visible, config.index_topk))
     if candidates:
@@ -71,6 +70,22 @@ def select(
             target = step.candidates.masked_fill(step.candidates < 0, width)
             step.note("cand_blocks", note.scatter(1, target, 1)[:, :width])
     _keep(step, layer, torch.cat(parts))
+
+
+def _score_groups(step: Step, ratio: RatioInputs) -> Iterator[tuple[slice, Tensor]]:
+    """Yield rows and the entries to score for them: [N] of a sequence, or [T, N] row by row.
+
+    Decode scores all rows at once, each against the entries of its own sequence; what lies beyond
+    a row's sight is some entry of the padding block.
+    """
+    inputs = step.inputs
+    if inputs.decode:
+        table = ratio.table[:, : ratio.max_visible]
+        one_each = inputs.num_rows == inputs.num_sequences
+        yield slice(0, inputs.num_rows), table if one_each else table[inputs.row_seq]
+        return
+    for b, entries in enumerate(ratio.entries):
+        yield slice(inputs.cu_rows[b], inputs.cu_rows[b + 1]), entries
 
 
 def _keep(step: Step, layer: LayerConfig, topk: Tensor) -> None:
@@ -86,7 +101,9 @@ def _note_all_blocks(step: Step, visible: Tensor, max_visible: int) -> None:
 
 
 def gather_selected(step: Step, kv_source: int, index_source: int) -> tuple[Tensor, Tensor]:
-    """Return dequantized entries [N, D] fp32 and each row's indices into them [T, K].
+    """Return dequantized entries fp32, [T, K, D] or [N, D], and each row's indices [T, K].
+
+    With entries by row an index only tells what is absent (-1).
 
     Layers that share source and selection share the result. Prefill loads whole sequences when
     that is less than loading every selection.
@@ -107,8 +124,8 @@ def gather_selected(step: Step, kv_source: int, index_source: int) -> tuple[Tens
         index = (topk + bases[:, None]).masked_fill(absent, -1)
     else:
         flat = ratio.table[inputs.row_seq].gather(1, topk.clamp(min=0)).masked_fill(absent, -1)
-        loaded = step.ops.cache_load(cache, flat.flatten())
-        index = torch.arange(topk.numel(), device=topk.device).view_as(topk).masked_fill(absent, -1)
+        loaded = step.ops.cache_load(cache, flat.flatten()).view(*topk.shape, -1)
+        index = topk
     if not loaded.shape[0]:
         loaded = F.pad(loaded, (0, 0, 0, 1))
     step.selected[kv_source, index_source] = (loaded, index)

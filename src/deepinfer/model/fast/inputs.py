@@ -87,7 +87,8 @@ class ModelInputs:
     row_seq       [T] sequence of each row
     window_store  [T] flat ring entry, -1 for rows that later rows of the same step overwrite
     window_load   [B*W] prefill: flat ring entries of the W positions before the step
-    window_slots  [T, W] prefill: indices into [B*W loaded | T new]; decode: flat ring entries
+    window_slots  [T, W] prefill: indices into each sequence's [W loaded | its rows], one after the
+                  other; decode: flat ring entries
     tail          look-back of the ratio-2 compressors, None without them
     engram        look-back of Engram, None without it
     """
@@ -142,10 +143,9 @@ def build_inputs(
     if decode:
         window_slots = np.where(absent, -1, slots[row_seq][:, None] * ring + held % ring)
     else:
-        into = held - starts[row_seq][:, None]  # below 0: loaded; else a row of this step
-        loaded = row_seq[:, None] * window + window + into
-        new = num_sequences * window + cu_rows[row_seq][:, None] + into
-        window_slots = np.where(absent, -1, np.where(into < 0, loaded, new))
+        into = held - starts[row_seq][:, None]  # below 0: loaded, else a row of this step
+        origin = cu_rows[row_seq] + (row_seq + 1) * window  # of each sequence's first row
+        window_slots = np.where(absent, -1, origin[:, None] + into)
     last = offset >= counts[row_seq] - ring
     store = np.where(last, slots[row_seq] * ring + positions % ring, -1)
 

@@ -81,7 +81,7 @@ class FastModel:
             self._hash = EngramHash(config, torch.as_tensor(token_map), self.device)
         self.embed = loader.mapped("embed.weight")
         self.head = loader.dense("head.weight")
-        self.norm = loader.tensor("norm.weight")
+        self.norm = loader.norm("norm.weight")
         self.blocks: tuple[BlockWeights, ...] = tuple(
             loader.block(f"layers.{layer.layer_id}", config.n_routed_experts, layer)
             for layer in config.layers
@@ -105,14 +105,16 @@ class FastModel:
         *,
         with_drafts: bool = False,
         only_reference: bool = False,
+        checked: bool = False,
     ) -> FastModel:
         """Load a checkpoint that has been checked.
 
         dequantized_bytes  what fp32 copies of weights may take on a CPU; changes speed only
         only_reference     run every op in its defining form
+        checked            check the shapes of every op's arguments
         """
         device = torch.device(device)
-        ops = Ops.resolve(pick_device(str(device)).capability, only_reference)
+        ops = Ops.resolve(pick_device(str(device)).capability, only_reference, checked)
         loader = Loader(TensorSource(checkpoint), checkpoint.config, device, dequantized_bytes)
         resolved = resolve_numerics(numerics, device)
         return cls(checkpoint.config, loader, ops, resolved, token_map, with_drafts)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.kernels.rows import sum_in_order
 from deepinfer.model.fast.step import Pass
 from deepinfer.model.fast.weights import MoeWeights
 
@@ -23,30 +26,43 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
     )
     step.note("route_idx", chosen.int())
     step.note("route_weight", weight)
-    flat = chosen.flatten()
-    order = torch.sort(flat, stable=True).indices
-    offsets = torch.bincount(flat, minlength=weights.bias.shape[0]).cumsum(0).tolist()
-    offsets = [0, *offsets]
-    rows = order // num_active
-    limit = config.swiglu_limit
-    grouped = x[rows]
-    if quantize:
-        grouped = ops.round_trip(grouped, "act8")
-    gate = ops.expert_linear(grouped, weights.w1, offsets, False)
-    up = ops.expert_linear(grouped, weights.w3, offsets, False)
-    hidden = ops.swiglu(gate, up, limit, weight.flatten()[order])
-    routed = ops.expert_linear(hidden, weights.w2, offsets, quantize)
-    by_token = torch.sort(chosen, dim=1).indices + torch.arange(
-        0, flat.shape[0], num_active, device=x.device
-    ).unsqueeze(1)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], device=x.device)
-    terms = routed[place[by_token.flatten()]].view(x.shape[0], num_active, -1).float()
-    total = terms[:, 0]
-    for term in range(1, num_active):
-        total = total + terms[:, term]
-    shared_in = ops.round_trip(x, "act8") if quantize else x
-    gate = ops.fp8_linear(shared_in, weights.shared_w1, False)
-    up = ops.fp8_linear(shared_in, weights.shared_w3, False)
-    shared = ops.fp8_linear(ops.swiglu(gate, up, limit, None), weights.shared_w2, quantize)
+    num_rows, num_experts = x.shape[0], weights.bias.shape[0]
+    offsets, order, place = _sort_by_expert(chosen.cpu().numpy(), num_experts)
+    device = x.device
+    grouped = x[torch.from_numpy(order // num_active).to(device)]
+    routed = _expert(
+        step,
+        ops.expert_linear(grouped, weights.w1_w3, offsets, quantize),
+        weight.flatten()[torch.from_numpy(order).to(device)],
+    )
+    routed = ops.expert_linear(routed, weights.w2, offsets, quantize)
+    terms = routed[torch.from_numpy(place).to(device)].float().view(num_rows, num_active, -1)
+    total = sum_in_order(terms, 1)
+    shared = _expert(step, ops.fp8_linear(x, weights.shared_w1_w3, quantize), None)
+    shared = ops.fp8_linear(shared, weights.shared_w2, quantize)
     return (total + shared.float()).to(x.dtype)
+
+
+def _expert(step: Pass, gate_up: Tensor, weight: Tensor | None) -> Tensor:
+    """Join gate and up, stacked in the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return step.ops.swiglu(gate, up, step.config.swiglu_limit, weight)
+
+
+def _sort_by_expert(
+    chosen: NDArray[np.int64], num_experts: int
+) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
+    """Sort the choices [T, k], counted row by row, by expert.
+
+    Returns where each expert's run begins (E+1), the sorted choices, and for each row the places
+    of its choices in ascending expert order.
+    """
+    num_rows, num_active = chosen.shape
+    flat = chosen.ravel()
+    order = np.argsort(flat, kind="stable")
+    counts = np.bincount(flat, minlength=num_experts)
+    offsets = [0, *np.cumsum(counts).tolist()]
+    place = np.empty_like(order)
+    place[order] = np.arange(order.shape[0])
+    ascending = np.argsort(chosen, axis=1) + np.arange(num_rows)[:, None] * num_active
+    return offsets, order, place[ascending.ravel()]

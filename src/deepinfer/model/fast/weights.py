@@ -59,12 +59,11 @@ class IndexerWeights:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """One attention sublayer."""
+    """One attention sublayer; `wq_a` and `wkv` read the same input and are stacked."""
 
-    wq_a: Fp8Weight
+    wq_a_wkv: Fp8Weight
     q_norm: Tensor
     wq_b: Fp8Weight
-    wkv: Fp8Weight
     kv_norm: Tensor
     wo_a: Fp8Weight
     wo_b: Fp8Weight
@@ -73,15 +72,13 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """Router, routed experts stacked over E, shared expert."""
+    """Router, routed experts stacked over E, shared expert; gate and up are stacked in rows."""
 
     gate: DenseWeight
     bias: Tensor
-    w1: Fp4Weight
-    w3: Fp4Weight
+    w1_w3: Fp4Weight
     w2: Fp4Weight
-    shared_w1: Fp8Weight
-    shared_w3: Fp8Weight
+    shared_w1_w3: Fp8Weight
     shared_w2: Fp8Weight
 
 
@@ -133,6 +130,10 @@ class Loader:
         """Return a small tensor on the device."""
         return self.source.copy(name).to(self.device)
 
+    def norm(self, name: str) -> Tensor:
+        """Return a norm's weight in fp32, exact."""
+        return self.tensor(name).float()
+
     def mapped(self, name: str) -> Tensor:
         """Return a tensor as a view of the file on a CPU, copied elsewhere."""
         return self.source.get(name).to(self.device)
@@ -147,18 +148,32 @@ class Loader:
             return DenseWeight(stored, stored)
         return DenseWeight(stored.to(self.device), None)
 
-    def fp8(self, name: str) -> Fp8Weight:
-        """Return a matrix of e4m3 codes with [32, 32] scales; `name` is without suffix."""
-        codes = self.mapped(f"{name}.weight")
-        weight = Fp8Weight(codes, self.mapped(f"{name}.scale"), None)
+    def fp8(self, *names: str) -> Fp8Weight:
+        """Return e4m3 matrices with [32, 32] scales, stacked in rows; names are without suffix.
+
+        One matrix stays a view of the file; stacked ones are copied, and their heights are
+        multiples of 32.
+        """
+        if len(names) == 1:
+            codes, scale = self.mapped(f"{names[0]}.weight"), self.mapped(f"{names[0]}.scale")
+        else:
+            codes = torch.cat([self.tensor(f"{n}.weight").view(torch.uint8) for n in names])
+            codes = codes.view(torch.float8_e4m3fn)
+            scale = torch.cat([self.tensor(f"{n}.scale") for n in names])
+        weight = Fp8Weight(codes, scale, None)
         if self._take(codes.numel() * 4):
             return Fp8Weight(weight.codes, weight.scale, weight.dequantize())
         return weight
 
-    def fp4(self, names: Sequence[str]) -> Fp4Weight:
-        """Return the stacked MXFP4 matrices of all experts."""
-        codes = self.source.stack([f"{name}.weight" for name in names]).to(self.device)
-        scale = self.source.stack([f"{name}.scale" for name in names]).to(self.device)
+    def fp4(self, experts: Sequence[str], *names: str) -> Fp4Weight:
+        """Return MXFP4 matrices of all experts, each expert's stacked in rows."""
+        codes, scale = (
+            torch.cat([self.source.stack([f"{e}.{n}.{kind}" for e in experts]) for n in names], 1)
+            if len(names) > 1
+            else self.source.stack([f"{e}.{names[0]}.{kind}" for e in experts])
+            for kind in ("weight", "scale")
+        )
+        codes, scale = codes.to(self.device), scale.to(self.device)
         weight = Fp4Weight(codes, scale, None)
         if self._take(codes.numel() * 8):
             dense = torch.stack([weight.dequantize(e) for e in range(codes.shape[0])])
@@ -169,8 +184,8 @@ class Loader:
         """Return the weights of `layers.N` (with its LayerConfig) or of `mtp.N` (without)."""
         return BlockWeights(
             name=name,
-            attn_norm=self.tensor(f"{name}.attn_norm.weight"),
-            ffn_norm=self.tensor(f"{name}.ffn_norm.weight"),
+            attn_norm=self.norm(f"{name}.attn_norm.weight"),
+            ffn_norm=self.norm(f"{name}.ffn_norm.weight"),
             hc_attn=self._hyper(f"{name}.hc_attn"),
             hc_ffn=self._hyper(f"{name}.hc_ffn"),
             attention=self._attention(f"{name}.attn"),
@@ -189,11 +204,10 @@ class Loader:
 
     def _attention(self, name: str) -> AttentionWeights:
         return AttentionWeights(
-            wq_a=self.fp8(f"{name}.wq_a"),
-            q_norm=self.tensor(f"{name}.q_norm.weight"),
+            wq_a_wkv=self.fp8(f"{name}.wq_a", f"{name}.wkv"),
+            q_norm=self.norm(f"{name}.q_norm.weight"),
             wq_b=self.fp8(f"{name}.wq_b"),
-            wkv=self.fp8(f"{name}.wkv"),
-            kv_norm=self.tensor(f"{name}.kv_norm.weight"),
+            kv_norm=self.norm(f"{name}.kv_norm.weight"),
             wo_a=self.fp8(f"{name}.wo_a"),
             wo_b=self.fp8(f"{name}.wo_b"),
             attn_sink=self.tensor(f"{name}.attn_sink"),
@@ -204,11 +218,9 @@ class Loader:
         return MoeWeights(
             gate=self.dense(f"{name}.gate.weight"),
             bias=self.tensor(f"{name}.gate.bias"),
-            w1=self.fp4([f"{e}.w1" for e in experts]),
-            w3=self.fp4([f"{e}.w3" for e in experts]),
-            w2=self.fp4([f"{e}.w2" for e in experts]),
-            shared_w1=self.fp8(f"{name}.shared_experts.w1"),
-            shared_w3=self.fp8(f"{name}.shared_experts.w3"),
+            w1_w3=self.fp4(experts, "w1", "w3"),
+            w2=self.fp4(experts, "w2"),
+            shared_w1_w3=self.fp8(f"{name}.shared_experts.w1", f"{name}.shared_experts.w3"),
             shared_w2=self.fp8(f"{name}.shared_experts.w2"),
         )
 
@@ -218,9 +230,9 @@ class Loader:
         return CompressorWeights(
             wkv=self.dense(f"{name}.compressor.wkv.weight"),
             wgate=self.dense(f"{name}.compressor.wgate.weight") if layer.ratio > 1 else None,
-            norm=self.tensor(f"{name}.compressor.norm.weight"),
+            norm=self.norm(f"{name}.compressor.norm.weight"),
             index_wk=self.dense(f"{name}.indexer.wk.weight"),
-            index_k_norm=self.tensor(f"{name}.indexer.k_norm.weight"),
+            index_k_norm=self.norm(f"{name}.indexer.k_norm.weight"),
         )
 
     def _indexer(self, name: str) -> IndexerWeights:
