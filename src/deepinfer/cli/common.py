@@ -1,0 +1,92 @@
+"""What the commands share: usage errors, the flags of models and settings, token ids (no torch)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.config.load import load_engine_config
+from deepinfer.errors import ConfigError
+
+__all__ = [
+    "Parser",
+    "SubParsers",
+    "UsageError",
+    "add_settings",
+    "engine_config",
+    "note",
+    "parse_ids",
+    "positive",
+]
+
+SubParsers = argparse._SubParsersAction  # the only name that argparse has for it
+
+
+class UsageError(Exception):
+    """The command line itself is wrong; the exit code is 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that takes flags by their full names only, in all subcommands."""
+
+    def __init__(self, **options: Any) -> None:  # whatever argparse takes
+        options.setdefault("allow_abbrev", False)
+        super().__init__(**options)
+
+
+def note(text: str) -> None:
+    """Print a line for people: on stderr, so that stdout holds results only."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose engine settings."""
+    parser.add_argument("--config", metavar="FILE", help="settings as TOML")
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="one setting by its dotted key, as `deepinfer config` prints it; repeatable",
+    )
+
+
+def engine_config(args: argparse.Namespace, **values: str) -> EngineConfig:
+    """Return the settings of a command line; `values` are settings that other flags gave.
+
+    Raises UsageError for what `--config` and `--set` must not hold.
+    """
+    dotted = {key.replace("__", "."): value for key, value in values.items()}
+    try:
+        return load_engine_config(toml=args.config, values=dotted, sets=args.sets)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+
+
+def parse_ids(text: str) -> list[int]:
+    """Read `1,2,3`; spaces may stand around the numbers, and nothing at all is the empty list.
+
+    Raises argparse.ArgumentTypeError, which argparse turns into a usage error.
+    """
+    parts: Sequence[str] = text.split(",") if text.strip() else ()
+    try:
+        return [int(part) for part in parts]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected integers with commas between them, as in 1,2,3"
+        ) from None
+
+
+def positive(text: str) -> int:
+    """Read an integer >= 1; raises argparse.ArgumentTypeError otherwise."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer >= 1")
+    return value
