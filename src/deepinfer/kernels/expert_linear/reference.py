@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.quantize import decode_e2m1, decode_ue8m0, repeat_groups, round_trip
+from deepinfer.kernels.quantize import act8_values, decode_e2m1, decode_ue8m0, repeat_groups
 from deepinfer.kernels.rows import matmul_rows
 
 if TYPE_CHECKING:
@@ -24,11 +25,9 @@ def expert_linear(
     x: Tensor, weight: Fp4Weight, offsets: Sequence[int], quantize_input: bool
 ) -> Tensor:
     """Multiply each expert's rows in 16-row blocks."""
-    if quantize_input:
-        x = round_trip(x, "act8")
-    x32 = x.float()
+    x32 = act8_values(x) if quantize_input else x.float()
     out = x32.new_empty(x.shape[0], weight.codes.shape[1])
-    for expert, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for expert, (begin, end) in enumerate(pairwise(offsets)):
         if begin < end:
             out[begin:end] = matmul_rows(x32[begin:end], weight.dequantize(expert))
     return out.to(x.dtype)

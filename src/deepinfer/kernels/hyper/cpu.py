@@ -38,17 +38,17 @@ def _normalize(exps: NDArray[np.float32], iters: int, eps: np.float32) -> NDArra
     row_sum, column_sum = np.empty_like(comb[:, :1]), np.empty_like(comb[:1])
     add, divide, total = np.add, np.divide, np.add.reduce
     with np.errstate(invalid="ignore", divide="ignore"):  # damaged weights are reported later
-        total(comb, 1, None, row_sum, True)
+        total(comb, axis=1, out=row_sum, keepdims=True)
         divide(comb, row_sum, comb)
         add(comb, eps, comb)
-        total(comb, 0, None, column_sum, True)
+        total(comb, axis=0, out=column_sum, keepdims=True)
         add(column_sum, eps, column_sum)
         divide(comb, column_sum, comb)
         for _ in range(iters - 1):
-            total(comb, 1, None, row_sum, True)
+            total(comb, axis=1, out=row_sum, keepdims=True)
             add(row_sum, eps, row_sum)
             divide(comb, row_sum, comb)
-            total(comb, 0, None, column_sum, True)
+            total(comb, axis=0, out=column_sum, keepdims=True)
             add(column_sum, eps, column_sum)
             divide(comb, column_sum, comb)
     return np.ascontiguousarray(comb.transpose(2, 0, 1))

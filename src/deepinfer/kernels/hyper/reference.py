@@ -14,7 +14,7 @@ from deepinfer.kernels.rows import matmul_rows, sigmoid, sum_in_order
 def project(
     h: Tensor, fn: DenseWeight, scale: Tensor, base: Tensor, norm_eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return projections before their nonlinearities: of pre and post [T, 2M], of comb [T, M, M]."""
+    """Return raw projections: for pre and post [T, 2M], for comb [T, M, M]."""
     n = h.shape[1]
     flat = h.float().flatten(1)
     norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.quantize import decode_e4m3, decode_ue8m0, round_trip
+from deepinfer.kernels.quantize import act8_values, decode_e4m3, decode_ue8m0
 from deepinfer.kernels.rows import matmul_rows
 
 if TYPE_CHECKING:
@@ -23,9 +23,8 @@ def dequantize_blocks(codes: Tensor, scale: Tensor) -> Tensor:
 
 def fp8_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
     """Dequantize, multiply, round."""
-    if quantize_input:
-        x = round_trip(x, "act8")
-    return matmul_rows(x.float(), weight.dequantize()).to(x.dtype)
+    x32 = act8_values(x) if quantize_input else x.float()
+    return matmul_rows(x32, weight.dequantize()).to(x.dtype)
 
 
 def dense_linear(x: Tensor, weight: DenseWeight, out: torch.dtype) -> Tensor:
@@ -35,9 +34,7 @@ def dense_linear(x: Tensor, weight: DenseWeight, out: torch.dtype) -> Tensor:
 
 def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
     """One product per group."""
-    if quantize_input:
-        x = round_trip(x, "act8")
+    x32 = act8_values(x) if quantize_input else x.float()
     blocks = weight.dequantize().chunk(x.shape[1])
-    x32 = x.float()
     parts = [matmul_rows(x32[:, g].contiguous(), block) for g, block in enumerate(blocks)]
     return torch.cat(parts, dim=1).to(x.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from deepinfer.errors import ShapeError
 from deepinfer.kernels.quantize import reference
 from deepinfer.kernels.quantize.reference import (
+    act8_values,
     decode_e2m1,
     decode_e4m3,
     decode_ue8m0,
@@ -23,6 +24,7 @@ __all__ = [
     "act4_e4",
     "act4_e8",
     "act8",
+    "act8_values",
     "decode_e2m1",
     "decode_e4m3",
     "decode_ue8m0",

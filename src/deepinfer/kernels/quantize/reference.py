@@ -44,12 +44,12 @@ def repeat_groups(values: Tensor, scale: Tensor) -> Tensor:
 
 def _grouped(x: Tensor, group: int, floor: float) -> tuple[Tensor, Tensor]:
     groups = torch.unflatten(x.float(), -1, (-1, group))
-    return groups, groups.abs().amax(-1, keepdim=True).clamp(min=floor)
+    return groups, groups.abs().amax(-1, keepdim=True).clamp_(min=floor)
 
 
 def _scaled8(x: Tensor) -> tuple[Tensor, Tensor]:
     groups, amax = _grouped(x, 32, 1e-4)
-    scale = pow2_ceil(amax / 448.0)
+    scale = pow2_ceil(amax.div_(448.0))
     # No clamp: |x / scale| exceeds 448 by a rounding at most, and the cast brings that to 448.
     return (groups / scale).to(torch.float8_e4m3fn), scale
 
@@ -99,11 +99,15 @@ def act4_e4(x: Tensor) -> tuple[Tensor, Tensor]:
     return _pack(values), scale.squeeze(-1).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+def act8_values(x: Tensor) -> Tensor:
+    """Quantize with ACT8 and dequantize, [..., D] fp32."""
+    codes, scale = _scaled8(x)
+    return codes.float().mul_(scale).flatten(-2)
+
+
 def round_trip(x: Tensor, fmt: str) -> Tensor:
     """Quantize and dequantize without packing."""
     if fmt == "act8":
-        codes, scale = _scaled8(x)
-        values = codes.float()
-    else:
-        values, scale = _scaled4(x, 32 if fmt == "act4_e8" else 16)
+        return act8_values(x).to(x.dtype)
+    values, scale = _scaled4(x, 32 if fmt == "act4_e8" else 16)
     return (values * scale).flatten(-2).to(x.dtype)
