@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from deepinfer.cache.blocks import BlockPool
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.slots import SlotPool
@@ -55,6 +57,20 @@ _SEARCHED_BYTES = 32 * 2**30
 """Checkpoints above this are not read through for the cause of a bad logit."""
 
 _log = logging.getLogger(__name__)
+
+
+_SMALL_HIDDEN = 1024
+"""Below this width an operation on a CPU is too short to share out: waiting for a second thread,
+which another program may have pushed off its core, costs more than it brings."""
+
+
+def _set_threads(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Set torch's threads for the whole process; bits do not depend on them."""
+    threads = config.parallel.cpu_threads
+    if threads != "auto":
+        torch.set_num_threads(threads)
+    elif model_config.hidden_size < _SMALL_HIDDEN:
+        torch.set_num_threads(1)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -114,6 +130,7 @@ class LLM:
         self.path: Path = resolve_model(model)
         self.device = pick_device(device)
         self.model_config: ModelConfig = load_model_config(self.path)
+        _set_threads(self.config, self.model_config)
         self.tokenizer: Tokenizer | None = None
         if (self.path / "tokenizer.json").is_file():
             self.tokenizer = Tokenizer.load(self.path, self.model_config)

@@ -318,6 +318,10 @@ class ParallelConfig(_Group):
     context: int = field(default=1, metadata=_about("ranks that share a prompt's prefill", 1))
     expert: int = field(default=1, metadata=_about("ranks that share the experts", 1))
     engram: int = field(default=1, metadata=_about("ranks that share the Engram tables", 1))
+    cpu_threads: int | Literal["auto"] = field(
+        default="auto",
+        metadata=_about("threads of one operation on a CPU; auto = 1 where a model is small", 1),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
