@@ -92,7 +92,7 @@ def read_window(step: Step, cache: PagedCache, kv: Tensor) -> tuple[Tensor, Tens
     if inputs.decode:
         ops.cache_store(cache, kv, inputs.window_store)
         slots = inputs.window_slots
-        return ops.cache_load(cache, slots.flatten()).view(*slots.shape, -1), slots
+        return ops.cache_load(cache, slots.flatten()).view(*slots.shape, cache.dim), slots
     history = ops.cache_load(cache, inputs.window_load)
     ops.cache_store(cache, kv, inputs.window_store)
     new = step.act_quantized(kv, "act8").float()

@@ -52,7 +52,7 @@ def select(
     candidates: list[Tensor] = []
     for rows, entries in _score_groups(step, ratio):
         visible = ratio.visible[rows]
-        keys = ops.cache_load(cache, entries.flatten()).view(*entries.shape, -1)
+        keys = ops.cache_load(cache, entries.flatten()).view(*entries.shape, cache.dim)
         scores = ops.index_score(q[rows], head_weight[rows], keys, rounding)
         if layer.is_candidate_source:
             candidates.append(
@@ -124,7 +124,7 @@ def gather_selected(step: Step, kv_source: int, index_source: int) -> tuple[Tens
         index = (topk + bases[:, None]).masked_fill(absent, -1)
     else:
         flat = ratio.table[inputs.row_seq].gather(1, topk.clamp(min=0)).masked_fill(absent, -1)
-        loaded = step.ops.cache_load(cache, flat.flatten()).view(*topk.shape, -1)
+        loaded = step.ops.cache_load(cache, flat.flatten()).view(*topk.shape, cache.dim)
         index = topk
     if not loaded.shape[0]:
         loaded = F.pad(loaded, (0, 0, 0, 1))
