@@ -6,9 +6,9 @@ import argparse
 import json
 
 from deepinfer.cli.common import SubParsers, add_settings, engine_config
-from deepinfer.config.engine import EngineConfig, Value, settings
+from deepinfer.config.engine import EngineConfig, settings
 
-__all__ = ["add_parser", "run", "to_toml"]
+__all__ = ["add_parser", "run", "to_lines"]
 
 
 def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
@@ -16,8 +16,8 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "config",
         help="print all settings",
-        description="Print every setting as --config, --set and the environment make it. The TOML "
-        "is what --config reads.",
+        description="Print every setting as --config, --set and the environment make it, by its "
+        "dotted key. The lines are TOML that --config reads.",
     )
     add_settings(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -31,26 +31,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(config.to_dotted(), indent=1))
     else:
-        print(to_toml(config, args.describe), end="")
+        print("\n".join(to_lines(config, args.describe)))
     return 0
 
 
-def to_toml(config: EngineConfig, describe: bool = False) -> str:
-    """Return the settings as TOML, a table for each group; `describe` adds comments."""
+def to_lines(config: EngineConfig, describe: bool = False) -> list[str]:
+    """Return the settings as dotted `key = value` lines, which are TOML; `describe` adds comments.
+
+    A text value stands in quotes, a list in brackets; `--set` takes both spellings.
+    """
     lines: list[str] = []
-    table = ""
     described = settings()
     for key, value in config.to_dotted().items():
-        group, _, name = key.partition(".")
-        if group != table:
-            lines += ["", f"[{group}]"] if table else [f"[{group}]"]
-            table = group
         if describe:
             lines.append(f"# {described[key].doc}: {described[key].accepts}")
-        lines.append(f"{name} = {_toml_value(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _toml_value(value: Value) -> str:
-    """Spell a setting's value; JSON's spelling is TOML's for all of them."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+        lines.append(f"{key} = {json.dumps(value)}")  # JSON's spelling is TOML's for all of them
+    return lines
