@@ -13,6 +13,7 @@ import pytest
 from deepinfer.engine.request import Completion, SamplingParams
 from deepinfer.errors import TokenizerError
 from deepinfer.llm import LLM
+from deepinfer.weights.synth import write_synthetic
 
 GREEDY = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True, logprobs=True)
 
@@ -32,8 +33,17 @@ def test_recorded_greedy_continuations_in_one_batch(llm: LLM, golden_folder: Pat
     prompts = json.loads((golden_folder / "prompts.json").read_text())["prompts"]
     results = llm.generate([p["tokens"] for p in prompts], GREEDY)
     for prompt, result in zip(prompts, results, strict=True):
-        sure = prompt["robust_greedy_tokens"]
-        assert list(result.token_ids[:sure]) == prompt["greedy_tokens"][:sure], prompt["name"]
+        pairs = enumerate(zip(result.token_ids, prompt["greedy_tokens"], strict=True))
+        parted = next((step for step, (got, recorded) in pairs if got != recorded), None)
+        # Only a token that led by little may differ, and then all that follow.
+        assert parted is None or prompt["greedy_margins"][parted] < 0.3, (prompt["name"], parted)
+        assert parted is None or parted >= 7, prompt["name"]
+
+
+@pytest.fixture(scope="module")
+def together(llm: LLM) -> list[Completion]:
+    """The mixed requests in one batch."""
+    return llm.generate(*mixed_requests())
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -56,9 +66,8 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def test_a_request_alone_equals_it_in_a_batch(llm: LLM) -> None:
+def test_a_request_alone_equals_it_in_a_batch(llm: LLM, together: list[Completion]) -> None:
     prompts, params = mixed_requests()
-    together = llm.generate(prompts, params)
     for prompt, own, result in zip(prompts, params, together, strict=True):
         assert outcome(llm.generate(prompt, own)[0]) == outcome(result)
     backwards = llm.generate(prompts[::-1], params[::-1])
@@ -74,11 +83,10 @@ def test_a_request_alone_equals_it_in_a_batch(llm: LLM) -> None:
     ],
     ids=str,
 )
-def test_schedules_change_nothing(llm: LLM, settings: dict[str, object]) -> None:
-    prompts, params = mixed_requests()
+def test_schedules_change_nothing(together: list[Completion], settings: dict[str, object]) -> None:
     with LLM("demo", device="cpu", config=settings) as other:
-        got = other.generate(prompts, params)
-    assert [outcome(r) for r in got] == [outcome(r) for r in llm.generate(prompts, params)]
+        got = other.generate(*mixed_requests())
+    assert [outcome(r) for r in got] == [outcome(r) for r in together]
 
 
 def test_forced_tokens_get_the_models_logprobs(llm: LLM) -> None:
@@ -150,6 +158,18 @@ def test_damaged_weights_are_named(copy: Path) -> None:
     for result in results:
         assert result.finish_reason == "numerical"
         assert "layers.3.attn_norm.weight" in (result.error or "")
+
+
+def test_ids_alone_need_no_tokenizer(tmp_path: Path, demo_folder: Path) -> None:
+    config = json.loads((demo_folder / "config.json").read_text())
+    text = config["text_config"]
+    config["text_config"] = {k: v for k, v in text.items() if not k.startswith("engram_")}
+    folder = write_synthetic(config, 1, tmp_path / "plain")
+    (folder / "tokenizer.json").unlink()
+    with LLM(folder, device="cpu") as llm:
+        ids, text_prompt = llm.generate([[5, 6, 7], "text"], SamplingParams(max_tokens=4))
+    assert ids.error is None and len(ids.token_ids) >= 1 and ids.text is None
+    assert "tokenizer.json" in (text_prompt.error or "")
 
 
 def test_engram_without_tokenizer_is_one_error(copy: Path) -> None:

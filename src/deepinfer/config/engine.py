@@ -261,7 +261,7 @@ class CacheConfig(_Group):
     )
     dequantized_bytes: int = field(
         default=1 << 30,
-        metadata=_about("most that decoded copies of entries may take on a CPU, touched as used", 0),
+        metadata=_about("most bytes of decoded entries that a CPU keeps for speed", 0),
     )
     prefix: bool = field(default=False, metadata=_about("reuse the blocks of equal prefixes"))
 

@@ -95,7 +95,7 @@ def check_prompt(
         ids = prompt.tolist()
     elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | dict):
         ids = list(prompt)
-        wrong = next((i for i in ids if not isinstance(i, Integral) or isinstance(i, bool)), None)
+        wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, Integral)), None)
         if wrong is not None:
             return BadPrompt(f"token ids must be integers, not {wrong!r}")
         ids = [int(i) for i in ids]

@@ -91,6 +91,11 @@ class Sequence:
             if self.finish_reason is not None:
                 return
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the sequence has ended, for whatever reason."""
+        return self.finish_reason is not None
+
     def finish(self, reason: FinishReason, now_s: float, error: str | None = None) -> None:
         """Record why and when the request ended."""
         assert self.finish_reason is None, (self.request.request_id, self.finish_reason, reason)
