@@ -124,7 +124,7 @@ class Scheduler:
         is applied.
         """
         sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.is_finished:
+        if sequence is None or sequence.is_finished():
             return None
         sequence.finish(FinishReason.ABORT, now_s)
         self._retire(sequence)
@@ -163,7 +163,7 @@ class Scheduler:
             sequence = self._sequences[row.request_id]
             outcome = next(outcomes) if row.samples else None
             sequence.in_flight -= 1
-            if sequence.is_finished:  # cancelled while the step ran
+            if sequence.is_finished():  # cancelled while the step ran
                 self._retire(sequence)
                 continue
             sequence.num_computed += len(row.token_ids)
@@ -177,7 +177,7 @@ class Scheduler:
                 before = len(sequence.token_ids)
                 sequence.extend(outcome, limits.eos_token_id, limits.max_model_len, now_s)
                 self.num_generated += len(sequence.token_ids) - before
-            if sequence.is_finished:
+            if sequence.is_finished():
                 self._retire(sequence)
                 completions.append(self._report(sequence))
                 continue
@@ -198,7 +198,7 @@ class Scheduler:
             for row in self._in_flight.popleft().rows:
                 sequence = self._sequences[row.request_id]
                 sequence.in_flight -= 1
-                if not sequence.is_finished:
+                if not sequence.is_finished():
                     sequence.finish(FinishReason.ABORT, now_s, error)
                     completions.append(self._report(sequence))
                 self._retire(sequence)

@@ -91,7 +91,6 @@ class Sequence:
             if self.finish_reason is not None:
                 return
 
-    @property
     def is_finished(self) -> bool:
         """Whether the sequence has ended, for whatever reason."""
         return self.finish_reason is not None
