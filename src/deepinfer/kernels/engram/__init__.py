@@ -46,6 +46,8 @@ def engram_lookup(
     named rows [T, columns] are touched.
     """
     check("engram_lookup", ("codes", codes, "N D"), ("scale", scale, "N _"), ("rows", rows, "T _"))
+    if not rows.shape[0]:
+        return scale.new_empty(0, rows.shape[1] * codes.shape[1], dtype=dtype)
     return impl(codes, scale, rows, dtype)
 
 

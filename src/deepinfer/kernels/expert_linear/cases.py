@@ -1,0 +1,85 @@
+"""Inputs of the expert products."""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.cases import Arguments, Case, normal
+from deepinfer.kernels.expert_linear import Fp4Weight
+
+__all__ = ["CASES"]
+
+
+def fp4_weight(
+    generator: torch.Generator, experts: int, rows: int, columns: int, copied: bool
+) -> Fp4Weight:
+    """Draw stacked FP4 weights of about unit gain, with or without their fp32 copies."""
+    shape = (experts, rows, columns // 2)
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    middle = 126 - columns.bit_length() // 2
+    shape = (experts, rows, columns // 32)
+    scale = torch.randint(middle - 2, middle + 3, shape, generator=generator, dtype=torch.uint8)
+    weight = Fp4Weight(codes, scale, None)
+    if not copied:
+        return weight
+    return Fp4Weight(codes, scale, torch.stack([weight.dequantize(e) for e in range(experts)]))
+
+
+def _experts(
+    name: str,
+    experts: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype = torch.bfloat16,
+    quantize: bool = True,
+    copied: bool = True,
+    skewed: bool = False,
+) -> Case:
+    def build(num_rows: int, generator: torch.Generator) -> Arguments:
+        weight = fp4_weight(generator, experts, rows, columns, copied)
+        x = normal(generator, num_rows, columns, dtype=dtype)
+        if skewed:  # one expert takes nearly all
+            owner = torch.full((num_rows,), experts - 2)
+            owner[: num_rows // 8] = 0
+        else:
+            owner = torch.randint(0, experts, (num_rows,), generator=generator).sort().values
+        return x, weight, _offsets(owner, experts), quantize
+
+    def take(arguments: Arguments, index: Tensor) -> Arguments:
+        x, weight, offsets, quantized = arguments
+        bounds = torch.tensor(cast("list[int]", offsets))
+        owner = torch.repeat_interleave(torch.arange(experts), bounds[1:] - bounds[:-1])
+        kept = cast("Tensor", x).index_select(0, index)
+        return kept, weight, _offsets(owner[index], experts), quantized
+
+    flops = 2 * rows * columns
+    return Case(op="expert_linear", name=name, build=build, take=take, row_flops=flops)
+
+
+def _offsets(owner: Tensor, experts: int) -> list[int]:
+    counts = torch.bincount(owner, minlength=experts)
+    return [0, *counts.cumsum(0).tolist()]
+
+
+def _swiglu(name: str, dim: int, limit: float, weighted: bool, dtype: torch.dtype) -> Case:
+    def build(num_rows: int, generator: torch.Generator) -> Arguments:
+        gate = normal(generator, num_rows, dim, dtype=dtype, scale=4.0)
+        up = normal(generator, num_rows, dim, dtype=dtype, scale=4.0)
+        weight = torch.rand(num_rows, generator=generator) if weighted else None
+        return gate, up, limit, weight
+
+    return Case(op="swiglu", name=name, build=build, rows=(0, 1, 3), row_flops=6 * dim)
+
+
+CASES: Final = (
+    _experts("w1", 8, 32, 64),
+    _experts("w2", 8, 64, 32, copied=False),
+    _experts("most experts idle", 12, 48, 96, skewed=True),
+    _experts("strict", 4, 32, 64, torch.float32, quantize=False),
+    _swiglu("routed", 32, 1.0, True, torch.bfloat16),
+    _swiglu("shared", 32, 10.0, False, torch.bfloat16),
+    _swiglu("no limit, odd width", 33, 0.0, True, torch.float32),
+)

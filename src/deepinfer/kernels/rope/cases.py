@@ -1,0 +1,45 @@
+"""Inputs of the rotary ops."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from deepinfer.kernels.cases import Arguments, Case, normal
+from deepinfer.kernels.rope.reference import cos_sin
+
+__all__ = ["CASES"]
+
+
+def _frequencies(dims: int) -> torch.Tensor:
+    exponent = torch.arange(0, dims, 2, dtype=torch.float32) / dims
+    return 1.0 / (10000.0**exponent)
+
+
+def _angles(dims: int, limit: int) -> Case:
+    def build(num_rows: int, generator: torch.Generator) -> Arguments:
+        return torch.randint(0, limit, (num_rows,), generator=generator), _frequencies(dims)
+
+    return Case(op="cos_sin", name=f"{dims} dims below {limit}", build=build, row_flops=dims)
+
+
+def _rotation(
+    name: str, shape: tuple[int, ...], dims: int, dtype: torch.dtype, inverse: bool = False
+) -> Case:
+    def build(num_rows: int, generator: torch.Generator) -> Arguments:
+        positions = torch.randint(0, 1 << 20, (num_rows,), generator=generator)
+        cos, sin = cos_sin(positions, _frequencies(dims))
+        return normal(generator, num_rows, *shape, dtype=dtype), cos, sin, inverse
+
+    return Case(op="rotate_tail", name=name, build=build, rows=(0, 1, 2), row_flops=3 * dims)
+
+
+CASES: Final = (
+    _angles(64, 1000),
+    _angles(32, 1 << 20),
+    _rotation("queries", (4, 512), 64, torch.bfloat16),
+    _rotation("outputs back", (3, 128), 32, torch.bfloat16, inverse=True),
+    _rotation("entries", (512,), 64, torch.bfloat16),
+    _rotation("all dims, strict", (2, 32), 32, torch.float32, inverse=True),
+)
