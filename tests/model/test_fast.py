@@ -1,0 +1,162 @@
+"""The fast model has the reference's bits, however a sequence is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from tests.model.pair import MODES, Pair, assert_rows_equal, new_session, rows_of
+from torch import Tensor
+
+from deepinfer.model.reference import Numerics
+
+PairOf = Callable[[str, Numerics], Pair]
+CHECKPOINTS = ("alpha", "beta")
+
+# Around every boundary of both checkpoints: groups of two, top-k (16, 12), candidates (64, 24),
+# windows (128, 48) and their rings (134, 53), pages (128).
+LENGTHS = (1, 2, 3, 11, 12, 13, 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49, 52, 53, 54, 63, 64,
+           65, 127, 128, 129, 133, 134, 135, 200)  # fmt: skip
+LONG_LENGTHS = (255, 256, 257, 301, 383, 385, 511, 512, 513, 599, 600)
+CHUNKS = {  # chunk -> length
+    3: 202,
+    7: 300,
+    64: 600,
+    100: 600,
+}
+
+
+@pytest.fixture(params=[(c, m) for c in CHECKPOINTS for m in MODES], ids=lambda p: f"{p[0]}-{p[1]}")
+def pair(request: pytest.FixtureRequest, pair_of: PairOf) -> Pair:
+    """Each checkpoint in each arithmetic."""
+    return pair_of(*request.param)
+
+
+def prefill(pair: Pair, length: int, chunk: int | None, tokens_per_block: int = 128) -> None:
+    """Feed the first tokens and compare every traced value."""
+    trace: dict[str, Tensor] = {}
+    new_session(pair, tokens_per_block, length).prefill(pair.ids[:length], chunk, trace)
+    assert_rows_equal(trace, pair.expected)
+
+
+def decode(pair: Pair, prompt: int, length: int, tokens_per_block: int = 128) -> None:
+    """Feed a prompt at once (unless it is 0) and the rest token by token."""
+    session = new_session(pair, tokens_per_block, length)
+    if prompt:
+        session.prefill(pair.ids[:prompt])
+    for position in range(prompt, length):
+        trace: dict[str, Tensor] = {}
+        trace["logits"] = session.decode(pair.ids[position], trace)[None]
+        assert_rows_equal(trace, pair.expected, position)
+
+
+def test_values_are_alive(pair: Pair) -> None:
+    """The comparison is not one of zeros: logits vary, limits bind, experts take turns."""
+    expected = pair.expected
+    assert bool(expected["logits"].isfinite().all()) and float(expected["logits"].std()) > 0.05
+    assert len(expected["route_idx"].unique()) == pair.config.n_routed_experts
+    rejected = expected["idx_topk"][:, -1]
+    assert bool((rejected >= 0).all()) and int(rejected[0].max() - rejected[0].min()) > 20
+    assert not bool(expected["cand_blocks"][-1].all())
+
+
+def test_prefill_at_once(pair: Pair) -> None:
+    """One chunk, at every length around a boundary."""
+    for length in LENGTHS:
+        prefill(pair, length, None)
+
+
+@pytest.mark.slow
+def test_long_prefill_at_once(pair: Pair) -> None:
+    """The same for the long lengths."""
+    for length in LONG_LENGTHS:
+        prefill(pair, length, None)
+
+
+def test_longest_prefill_at_once(pair: Pair) -> None:
+    """600 tokens in one chunk."""
+    prefill(pair, 600, None)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_prefill_in_chunks(pair: Pair, chunk: int) -> None:
+    """Several chunks; the last one is shorter."""
+    prefill(pair, CHUNKS[chunk], chunk)
+
+
+def test_prefill_row_by_row(pair: Pair) -> None:
+    """Chunks of one token through the prefill path."""
+    prefill(pair, 140, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 13, 33, 127, 129])
+def test_long_prefill_in_chunks(pair: Pair, chunk: int) -> None:
+    """600 tokens in chunks of any size."""
+    prefill(pair, 600, chunk)
+
+
+@pytest.mark.parametrize(("prompt", "length"), [(0, 66), (1, 20), (40, 60), (120, 140), (255, 260)])
+def test_decode(pair: Pair, prompt: int, length: int) -> None:
+    """Token by token from the start, and behind prompts."""
+    decode(pair, prompt, length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [0, 127, 301])
+def test_long_decode(pair: Pair, prompt: int) -> None:
+    """Up to 600 tokens."""
+    decode(pair, prompt, 600)
+
+
+@pytest.mark.parametrize("tokens_per_block", [2, 16, 32, 256])
+def test_block_sizes(pair: Pair, tokens_per_block: int) -> None:
+    """Other sizes of a cache block change nothing."""
+    prefill(pair, 150, 41, tokens_per_block)
+    decode(pair, 61, 68, tokens_per_block)
+
+
+@pytest.mark.parametrize("pieces", [(1, 2, 3, 4, 5, 50, 1, 1, 70, 3), (64, 1, 64, 1, 2, 3)])
+def test_mixed_paths(pair: Pair, pieces: Sequence[int]) -> None:
+    """Prefill and decode steps may alternate; single tokens go through decode here."""
+    session, start = new_session(pair), 0
+    for piece in pieces:
+        ids = pair.ids[start : start + piece]
+        trace: dict[str, Tensor] = {}
+        if piece == 1:
+            trace["logits"] = session.decode(ids[0], trace)[None]
+        else:
+            session.prefill(ids, None, trace)
+        assert_rows_equal(trace, pair.expected, start)
+        start += piece
+
+
+@pytest.mark.parametrize("position", [0, 1, 46, 47, 48, 127, 128, 140])
+def test_drafts(pair: Pair, position: int) -> None:
+    """A draft block has the bits of the reference's on the same features."""
+    session = new_session(pair)
+    session.prefill(pair.ids[: position + 1], 60)
+    expected = pair.reference.draft(pair.expected["main_hidden"], position, pair.ids[position + 1])
+    for got, want in zip(session.draft(pair.ids[position + 1]), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_causality(pair: Pair) -> None:
+    """Other tokens from some position on change no bit before it, and every logit from it on."""
+    cut, length = 77, 150
+    other = [*pair.ids[:cut], *reversed(pair.ids[cut:length])]
+    assert other[cut] != pair.ids[cut]
+    trace: dict[str, Tensor] = {}
+    new_session(pair).prefill(other, 50, trace)
+    assert_rows_equal(rows_of(trace, 0, cut), pair.expected)
+    changed = (trace["logits"] != pair.expected["logits"][:length]).any(-1)
+    assert bool(changed[cut:].all())
+
+
+def test_recorded_windows_differ_in_roundings_only(pair: Pair) -> None:
+    """In strict arithmetic the recorded slot layout agrees too, to fp32 accuracy."""
+    if pair.mode == "official":
+        pytest.skip("chaotic under official arithmetic")
+    logits = pair.reference.forward(pair.ids[:30], window_slots="recorded")
+    assert float((logits - pair.expected["logits"][:30]).abs().max()) < 1e-4
