@@ -238,7 +238,7 @@ def main() -> None:
     params = {k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias")) for k, v in params.items()}
     model = Backbone(shape, constants, args.length, device, not args.cpu, not args.cpu)
     drafter = Drafter(shape, model, not args.cpu)
-    optimizer = Optimizer(params, shape.o_groups, weight_decay=0.02)
+    optimizer = Optimizer(params, shape.o_groups, muon_lr=0.01, adam_lr=1.5e-3, weight_decay=0.1)
     k = shape.dspark_block_size
     decay = torch.tensor([0.85**i for i in range(k)], device=device)
     decay = decay / decay.mean()

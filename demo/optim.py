@@ -95,4 +95,8 @@ class Optimizer:
             denominator = torch._foreach_div(v, 1 - b2**self.count)
             torch._foreach_sqrt_(denominator)
             torch._foreach_add_(denominator, 1e-10)
+            # The confidence head reads an unnormalized trunk: steps of the usual size would throw it far off.
+            for d, k in zip(denominator, names, strict=True):
+                if k.endswith("confidence_head.proj.weight"):
+                    d.mul_(50.0)
             torch._foreach_addcdiv_(ps, m, denominator, -scale)

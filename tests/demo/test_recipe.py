@@ -1,0 +1,137 @@
+"""The recipe of the demonstration model: rounding, gradients, overlap search, causality, export."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deepinfer.config.model import ModelConfig
+from deepinfer.model.reference import ReferenceModel
+from deepinfer.weights.export import to_fp8_block32, to_mxfp4
+from deepinfer.weights.layout import expected_tensors
+
+pytest.importorskip("tokenizers")
+from demo import quant, synth  # noqa: E402
+from demo.data import Document, clean, html_text, remove_overlap  # noqa: E402
+from demo.export import official_tensors  # noqa: E402
+from demo.model import Backbone, Shape, init_backbone, init_drafts  # noqa: E402
+from demo.rows import CATEGORIES, Corpus, epoch  # noqa: E402
+from demo.shape import constants, official_config  # noqa: E402
+from demo.sinkhorn import sinkhorn  # noqa: E402
+from demo.tokens import IMAGE  # noqa: E402
+
+_COMPRESSED = np.arange(3072, dtype=np.int32) // 2
+
+
+def _config() -> dict[str, object]:
+    return official_config(int(_COMPRESSED.max()) + 1, {synth.SYSTEM: 3, IMAGE: 19})
+
+
+def _backbone(length: int) -> tuple[Shape, Backbone]:
+    config = _config()
+    shape = Shape(config["text_config"])  # type: ignore[arg-type]
+    arrays = constants(config, _COMPRESSED)
+    tensors = {k: torch.from_numpy(v) for k, v in arrays.items()}
+    return shape, Backbone(shape, tensors, length, torch.device("cpu"), False, False)
+
+
+def test_weight_rounding_equals_the_exported_codes() -> None:
+    w = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    codes, scale = to_fp8_block32(w)
+    grid = (scale.int() - 127).float().exp2().repeat_interleave(32, 0).repeat_interleave(32, 1)
+    assert torch.equal(quant.weight8(w).float(), codes.float() * grid)
+    packed, scale4 = to_mxfp4(w)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    both = torch.stack([values[(packed & 15).long()], values[(packed >> 4).long()]], -1).flatten(-2)
+    steps = (scale4.int() - 127).float().exp2().repeat_interleave(32, 1)
+    assert torch.equal(quant.weight4(w).float(), both * steps)
+
+
+def test_rounding_passes_the_gradient_through() -> None:
+    x = torch.randn(4, 64, requires_grad=True)
+    for rounding in (quant.act8, quant.act4_e8, quant.act4_e4, quant.rows8):
+        (grad,) = torch.autograd.grad(rounding(x).float().sum(), x)
+        assert torch.equal(grad, torch.ones_like(x))
+
+
+def test_fp4_check_vector_of_the_specification() -> None:
+    x = (0.1 * torch.arange(16) - 0.75).bfloat16()
+    want = [-6, -6, -4, -4, -3, -2, -1, -0.5, 0.5, 1, 2, 3, 4, 4, 6, 6]
+    assert (quant.act4_e4(x).float() / 0.125).tolist() == want
+
+
+def test_sinkhorn_check_vector_and_gradient() -> None:
+    raw = torch.tensor([[[2.0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 3, 0], [1, 0, 0, 0]]])
+    assert torch.allclose(sinkhorn(raw, 20, 1e-6)[0, 0], torch.tensor([0.5517, 0.1526, 0.0667, 0.2290]), atol=1e-4)
+    x = torch.randn(3, 4, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda r: sinkhorn(r, 20, 1e-6), (x,))
+
+
+def test_no_future_token_reaches_an_earlier_position() -> None:
+    shape, model = _backbone(160)
+    params = init_backbone(shape)
+    ids = torch.randint(20, 3000, (1, 160), generator=torch.Generator().manual_seed(1))
+    other = ids.clone()
+    other[0, 120] = 5
+    with torch.no_grad():
+        a, b = (model(params, i, top_k=64, qat=True)["hidden"] for i in (ids, other))
+    assert torch.equal(a[:, :120], b[:, :120]) and not torch.equal(a[:, 120], b[:, 120])
+
+
+def test_the_exported_model_computes_what_was_trained() -> None:
+    shape, model = _backbone(96)
+    config = ModelConfig.from_dict(_config())
+    params = init_backbone(shape) | init_drafts(shape)
+    tensors = official_tensors(config, params)
+    assert set(tensors) == set(expected_tensors(config))
+    ids = torch.randint(20, 3000, (96,), generator=torch.Generator().manual_seed(2))
+    want = ReferenceModel(config, tensors, _COMPRESSED).forward(ids)
+    with torch.no_grad():
+        hidden = model(params, ids[None], top_k=64, qat=True)["hidden"][0]
+    got = torch.nn.functional.linear(hidden, params["head.weight"].bfloat16()).float()
+    assert float(((got - want).square().mean(-1).sqrt() / want.std(-1)).median()) < 0.35  # two unrelated models: 1.4
+
+
+def test_overlap_search_finds_shared_runs_and_nothing_else() -> None:
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=6)) for _ in range(400)]
+    shared = " ".join(words[:14]) + ". "
+    train = [Document(source="s", name="t", text=" ".join(words[100:200]) + ". " + shared)]
+    held = [Document(source="s", name="h", text=shared + " ".join(words[200:300]) + ".\n")]
+    kept, left = remove_overlap(train, held)
+    assert left == 0 and words[250] in kept[0].text and words[3] not in kept[0].text
+
+
+def test_pages_become_text() -> None:
+    page = "<head><title>x</title></head><body><p>a&nbsp;b <b>c</b></p><script>no</script><pre>d\n  e</pre></body>"
+    assert clean(html_text(page)).split("\n") == ["a b c", "", "d", "  e", ""]
+
+
+def test_rows_keep_generated_documents_whole(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.array([700, 90, 60, 80], np.int32)
+    categories = np.array([CATEGORIES.index(c) for c in ("natural", "needle", "copy", "json")], np.uint8)
+    ids = rng.integers(20, 3000, lengths.sum()).astype(np.uint16)
+    starts = np.cumsum(lengths) - lengths
+    ids[starts], ids[starts + lengths - 1] = 0, 1
+    np.savez(tmp_path / "t.npz", ids=ids, lengths=lengths, bytes=lengths * 3, categories=categories)
+    corpus = Corpus(tmp_path / "t.npz")
+    rows = epoch(corpus, 128, 0.3, 0.5, seed=1)
+    assert (rows[:, 0, 0] == 0).all()
+    flat = [row.tobytes() for row in rows[:, 0]]
+    for index in (1, 2, 3):
+        document = corpus.document(index).tobytes()
+        whole = any(document in row for row in flat)
+        chosen = any(corpus.document(index)[1:6].tobytes() in row for row in flat)
+        assert whole == chosen
+
+
+@pytest.mark.parametrize("maker", [synth.json_document, synth.json_chat, synth.arithmetic, synth.copy_task, synth.small_talk])
+def test_generators_repeat_with_their_seed(maker: object) -> None:
+    assert callable(maker)
+    assert maker(random.Random(3)) == maker(random.Random(3))
+    assert maker(random.Random(3)).startswith(synth.BOS)
