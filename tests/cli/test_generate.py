@@ -363,6 +363,18 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
         assert stream.getvalue() == told and told.endswith("\n")
 
 
+def test_long_runs_get_sparser_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    now = 0.0
+    monkeypatch.setattr(output.time, "perf_counter", lambda: now)
+    meter = Meter()
+    for second in range(3600):
+        now = float(second)
+        meter(Progress(0, 1, second))
+    assert 30 < stream.getvalue().count("\n") < 80
+
+
 def test_speed_of_nothing() -> None:
     assert speed([], 0.0) == "0 of 0 finished, 0 tokens in 0.00 s"
     assert speed([answer(0, "x")], 0.5) == "1 of 1 finished, 2 tokens in 0.50 s, 4.0 tokens/s"

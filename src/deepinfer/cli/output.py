@@ -18,6 +18,7 @@ __all__ = ["Meter", "print_results", "speed"]
 
 _BAR_WIDTH: Final = 30
 _LINE_EVERY_S: Final = 2.0
+_LINE_SHARE: Final = 0.1  # of the time run so far: long runs get sparser lines
 _BAR_EVERY_S: Final = 0.1
 # What a terminal would obey instead of showing; tab and line feed stay.
 _VISIBLE: Final = {
@@ -110,7 +111,8 @@ class Meter:
     def __call__(self, state: Progress) -> None:
         """Take the state after a step."""
         now = time.perf_counter()
-        if now - self._last < (_BAR_EVERY_S if self._is_bar else _LINE_EVERY_S):
+        line_every_s = max(_LINE_EVERY_S, _LINE_SHARE * (now - self._start))
+        if now - self._last < (_BAR_EVERY_S if self._is_bar else line_every_s):
             return
         self._last = now
         done, total = state.num_finished, state.num_requests
