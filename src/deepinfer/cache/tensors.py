@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,8 +54,8 @@ class Caches:
                            then index keys, then main entries, each kind whole or not at all;
                            changes speed only
         """
-        blocks = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
-        slots = torch.zeros(num_slots, layout.slot_bytes, dtype=torch.uint8, device=device)
+        blocks = _zeros((num_blocks, layout.block_bytes), torch.uint8, device)
+        slots = _zeros((num_slots, layout.slot_bytes), torch.uint8, device)
         caches: dict[str, dict[int, PagedCache]] = {"main": {}, "index": {}}
         for part in layout.parts:
             data = blocks[:, part.offset : part.offset + part.num_bytes]
@@ -108,13 +109,19 @@ def _with_dense(
     dense = {
         key: replace(
             cache,
-            dense=torch.zeros(
-                *cache.codes.shape[:2], cache.dim, dtype=torch.float32, device=cache.codes.device
-            ),
+            dense=_zeros((*cache.codes.shape[:2], cache.dim), torch.float32, cache.codes.device),
         )
         for key, cache in caches.items()
     }
     return dense, budget - sum(sizes)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return zeros; on a CPU their pages take memory only when touched, unlike torch's own."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    kind = np.uint8 if dtype == torch.uint8 else np.float32
+    return torch.from_numpy(np.zeros(shape, dtype=kind))
 
 
 def _region(pool: Tensor, ring: Ring) -> Tensor:

@@ -82,14 +82,20 @@ class TensorSource:
         result = torch.empty((len(names), *shape), dtype=TORCH_DTYPES[dtype])
         rows = result.view(torch.uint8).view(len(names), -1) if result.numel() else result
         for row, tensor in zip(rows, stored, strict=True):
-            source = self._file(tensor.path)
+            target = row.numpy()
             file = self.checkpoint.mapped(tensor.path)
             for begin in range(0, tensor.nbytes, _CHUNK_BYTES):
                 size = min(_CHUNK_BYTES, tensor.nbytes - begin)
                 offset = tensor.offset + begin
-                row[begin : begin + size].copy_(source[offset : offset + size])
+                target[begin : begin + size] = file.data[offset : offset + size]
                 file.release(offset, size)
         return result
+
+    def release(self) -> None:
+        """Give back every page of the files that is in memory; views read them again."""
+        for path in self._files:
+            file = self.checkpoint.mapped(path)
+            file.release(0, file.data.shape[0])
 
     def _file(self, path: Path) -> Tensor:
         """Return a shard's bytes as one tensor."""

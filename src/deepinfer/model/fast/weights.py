@@ -1,11 +1,12 @@
 """The weights that the layers hold, under the checkpoint's names and in stored form.
 
-Nothing is dequantized for good except what `weights.dequantized_bytes` allows: fp32 copies that a
-CPU multiplies faster, with the same values and so the same bits.
+Nothing is dequantized for good, except where fp32 copies of all matrices fit into
+`weights.dequantized_bytes`: a CPU multiplies them faster, with the same values, so the same bits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,7 +112,7 @@ class BlockWeights:
 class Loader:
     """Builds the weights of blocks from a checkpoint.
 
-    Layers are built in order and take fp32 copies while the budget lasts.
+    keep_dense: on a CPU, fp32 copies of all matrices fit into `dequantized_bytes`.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Loader:
         self.source = source
         self.config = config
         self.device = device
-        self._budget = dequantized_bytes if device.type == "cpu" else 0
+        self.keep_dense = device.type == "cpu" and _dense_bytes(source) <= dequantized_bytes
 
     def tensor(self, name: str) -> Tensor:
         """Return a small tensor on the device."""
@@ -140,13 +141,10 @@ class Loader:
 
     def dense(self, name: str) -> DenseWeight:
         """Return a bf16 or fp32 matrix."""
-        stored = self.source.get(name)
-        copy = self._take(stored.numel() * 4)
-        if copy:
-            return DenseWeight(stored.to(self.device), stored.float())
-        if stored.dtype == torch.float32 and self.device.type == "cpu":
-            return DenseWeight(stored, stored)
-        return DenseWeight(stored.to(self.device), None)
+        stored = self.mapped(name)
+        if self.keep_dense:
+            return DenseWeight(stored, stored.float())
+        return DenseWeight(stored, stored if stored.dtype == torch.float32 else None)
 
     def fp8(self, *names: str) -> Fp8Weight:
         """Return e4m3 matrices with [32, 32] scales, stacked in rows; names are without suffix.
@@ -161,28 +159,28 @@ class Loader:
             codes = codes.view(torch.float8_e4m3fn)
             scale = torch.cat([self.tensor(f"{n}.scale") for n in names])
         weight = Fp8Weight(codes, scale, None)
-        if self._take(codes.numel() * 4):
+        if self.keep_dense:
             return Fp8Weight(weight.codes, weight.scale, weight.dequantize())
         return weight
 
     def fp4(self, experts: Sequence[str], *names: str) -> Fp4Weight:
         """Return MXFP4 matrices of all experts, each expert's stacked in rows."""
         codes, scale = (
-            torch.cat([self.source.stack([f"{e}.{n}.{kind}" for e in experts]) for n in names], 1)
-            if len(names) > 1
-            else self.source.stack([f"{e}.{names[0]}.{kind}" for e in experts])
+            self.source.stack([f"{e}.{n}.{kind}" for e in experts for n in names]).to(self.device)
             for kind in ("weight", "scale")
         )
-        codes, scale = codes.to(self.device), scale.to(self.device)
+        codes, scale = (
+            t.view(len(experts), len(names) * t.shape[1], t.shape[2]) for t in (codes, scale)
+        )
         weight = Fp4Weight(codes, scale, None)
-        if self._take(codes.numel() * 8):
+        if self.keep_dense:
             dense = torch.stack([weight.dequantize(e) for e in range(codes.shape[0])])
             return Fp4Weight(codes, scale, dense)
         return weight
 
     def block(self, name: str, num_experts: int, layer: LayerConfig | None) -> BlockWeights:
         """Return the weights of `layers.N` (with its LayerConfig) or of `mtp.N` (without)."""
-        return BlockWeights(
+        block = BlockWeights(
             name=name,
             attn_norm=self.norm(f"{name}.attn_norm.weight"),
             ffn_norm=self.norm(f"{name}.ffn_norm.weight"),
@@ -196,6 +194,8 @@ class Loader:
             if layer and layer.engram_idx is not None
             else None,
         )
+        self.source.release()
+        return block
 
     def _hyper(self, name: str) -> HyperWeights:
         return HyperWeights(
@@ -248,9 +248,12 @@ class Loader:
             qk_weight=q * k,
         )
 
-    def _take(self, num_bytes: int) -> bool:
-        """Take a copy's bytes out of the budget if they are left."""
-        if num_bytes > self._budget:
-            return False
-        self._budget -= num_bytes
-        return True
+
+def _dense_bytes(source: TensorSource) -> int:
+    """Bytes of fp32 copies of every matrix that is multiplied with."""
+    total = 0
+    for name, tensor in source.checkpoint.tensors.items():
+        table = name.endswith("embed.weight")  # rows are looked up, never multiplied
+        if len(tensor.shape) == 2 and not table and not name.endswith(".scale"):
+            total += 4 * math.prod(tensor.shape) * (2 if tensor.dtype == "I8" else 1)
+    return total
