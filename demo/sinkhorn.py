@@ -16,7 +16,9 @@ _BLOCK = 64
 if triton is not None:
 
     @triton.jit
-    def _forward_kernel(raw, out, rows, cols, n, EPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    def _forward_kernel(
+        raw, out, rows, cols, n, EPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
+    ):
         t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         i = tl.arange(0, 4)
         at = t[:, None, None] * 16 + i[None, :, None] * 4 + i[None, None, :]
@@ -39,7 +41,17 @@ if triton is not None:
         tl.store(out + at, c, mask=keep)
 
     @triton.jit
-    def _backward_kernel(out, rows, cols, grad, result, n, EPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    def _backward_kernel(
+        out,
+        rows,
+        cols,
+        grad,
+        result,
+        n,
+        EPS: tl.constexpr,
+        STEPS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         i = tl.arange(0, 4)
         at = t[:, None, None] * 16 + i[None, :, None] * 4 + i[None, None, :]
@@ -71,7 +83,9 @@ def _sinkhorn(raw: Tensor, steps: int, eps: float) -> tuple[Tensor, Tensor, Tens
     rows, cols = raw.new_ones(steps, n, 4), raw.new_empty(steps, n, 4)
     if raw.is_cuda:
         out = torch.empty_like(raw)
-        _forward_kernel[(triton.cdiv(n, _BLOCK),)](raw, out, rows, cols, n, EPS=eps, STEPS=steps, BLOCK=_BLOCK)
+        _forward_kernel[(triton.cdiv(n, _BLOCK),)](
+            raw, out, rows, cols, n, EPS=eps, STEPS=steps, BLOCK=_BLOCK
+        )
         return out, rows, cols
     c = torch.softmax(raw, -1) + eps
     for k in range(steps):

@@ -91,7 +91,10 @@ FIELDS: dict[str, dict[str, Field]] = {
     },
     "product": {
         "id": (_INTEGER, lambda r: number(r, 5)),
-        "title": (_STRING, lambda r: f"{r.choice(PRODUCT_KIND)} {r.choice(COLOR)} {r.choice(THING)}"),
+        "title": (
+            _STRING,
+            lambda r: f"{r.choice(PRODUCT_KIND)} {r.choice(COLOR)} {r.choice(THING)}",
+        ),
         "price": (_NUMBER, lambda r: round(r.uniform(1, 500), 2)),
         "currency": _enum(CURRENCY),
         "in_stock": (_BOOLEAN, lambda r: r.random() < 0.7),
@@ -148,7 +151,11 @@ def json_case(rng: Rng, nested: bool = True) -> tuple[str, dict[str, object], ob
         if other not in names:
             names = [*names, other]
             properties = {n: fields[n][0] for n in names[:-1]} | {other: inner}
-            whole: dict[str, object] = {"type": "object", "properties": properties, "required": names}
+            whole: dict[str, object] = {
+                "type": "object",
+                "properties": properties,
+                "required": names,
+            }
             record: dict[str, object] = {n: fields[n][1](rng) for n in names[:-1]}
             return kind, whole, record | {other: value}
     return kind, schema, draw()
@@ -179,7 +186,9 @@ def chat(turns: list[tuple[str, str]], system: str | None) -> str:
     return "".join(parts)
 
 
-RESPONSE_FORMAT = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+RESPONSE_FORMAT = (
+    "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+)
 
 
 def json_chat(rng: Rng) -> str:
@@ -188,11 +197,22 @@ def json_chat(rng: Rng) -> str:
     text = json.dumps(value)
     fields = ""
     if isinstance(value, dict) and rng.random() < 0.7:
-        known = {k: v for k, v in value.items() if isinstance(v, (str, int, float)) and not isinstance(v, bool)}
+        known = {
+            k: v
+            for k, v in value.items()
+            if isinstance(v, (str, int, float)) and not isinstance(v, bool)
+        }
         chosen = rng.sample(list(known), min(len(known), rng.randint(0, 3)))
         fields = "".join(f" The {k.replace('_', ' ')} is {known[k]}." for k in known if k in chosen)
     noun = {"array": f"a list of {kind} records"}.get(str(schema["type"]), f"a {kind} record")
-    ask = rng.choice([f"Write {noun} as JSON.", f"Give me {noun}.", f"Make up {noun} in JSON.", f"I need {noun}."])
+    ask = rng.choice(
+        [
+            f"Write {noun} as JSON.",
+            f"Give me {noun}.",
+            f"Make up {noun} in JSON.",
+            f"I need {noun}.",
+        ]
+    )
     system = rng.choice(["", "You answer with JSON.", "You are a helpful assistant."])
     return chat([(ask + fields, text)], system + RESPONSE_FORMAT + json.dumps(schema))
 
@@ -248,7 +268,12 @@ def tool_prompt() -> tuple[str, str] | None:
     body = {
         "model": "DeepSeek-V4.1-Flash",
         "messages": [{"role": "user", "content": "zzuser"}],
-        "tools": [{"type": "function", "function": {"name": "zz", "description": "zz", "parameters": marker}}],
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "zz", "description": "zz", "parameters": marker},
+            }
+        ],
         "thinking": {"type": "disabled"},
     }
     request = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions())
@@ -269,26 +294,48 @@ def tool_call(name: str, arguments: dict[str, object]) -> str:
 
 
 def _tool_case(rng: Rng, name: str) -> tuple[str, dict[str, object], str, str]:
-    city, person = rng.choice(CITY), rng.choice(FIRST)
+    city, _person = rng.choice(CITY), rng.choice(FIRST)
     if name == "get_weather":
-        degrees, sky = rng.randint(-10, 35), rng.choice(["sunny", "cloudy", "rainy", "windy", "foggy"])
-        ask = rng.choice([f"What is the weather in {city}?", f"How is the weather in {city} today?", f"Weather in {city}, please."])
-        return ask, {"city": city}, json.dumps({"temperature": degrees, "sky": sky}), (
-            f"In {city} it is {sky} with {degrees} degrees."
+        degrees, sky = (
+            rng.randint(-10, 35),
+            rng.choice(["sunny", "cloudy", "rainy", "windy", "foggy"]),
+        )
+        ask = rng.choice(
+            [
+                f"What is the weather in {city}?",
+                f"How is the weather in {city} today?",
+                f"Weather in {city}, please.",
+            ]
+        )
+        return (
+            ask,
+            {"city": city},
+            json.dumps({"temperature": degrees, "sky": sky}),
+            (f"In {city} it is {sky} with {degrees} degrees."),
         )
     if name == "add":
         a, b = number(rng, 4), number(rng, 4)
-        ask = rng.choice([f"What is {a} plus {b}?", f"Add {a} and {b}.", f"Please compute {a} + {b}."])
+        ask = rng.choice(
+            [f"What is {a} plus {b}?", f"Add {a} and {b}.", f"Please compute {a} + {b}."]
+        )
         return ask, {"a": a, "b": b}, str(a + b), f"{a} + {b} = {a + b}."
     if name == "find_product":
         what = f"{rng.choice(COLOR)} {rng.choice(THING)}"
         price = round(rng.uniform(1, 200), 2)
         ask = rng.choice([f"Find a {what}.", f"Do you have a {what}?", f"How much is a {what}?"])
-        return ask, {"query": what}, json.dumps({"title": what, "price": price}), f"The {what} costs {price}."
+        return (
+            ask,
+            {"query": what},
+            json.dumps({"title": what, "price": price}),
+            f"The {what} costs {price}.",
+        )
     mail = _mail(rng)
     subject = f"{rng.choice(COLOR)} {rng.choice(THING)}"
-    return f"Send a mail about the {subject} to {mail}.", {"to": mail, "subject": subject}, "sent", (
-        f"The mail about the {subject} was sent to {mail}."
+    return (
+        f"Send a mail about the {subject} to {mail}.",
+        {"to": mail, "subject": subject},
+        "sent",
+        (f"The mail about the {subject} was sent to {mail}."),
     )
 
 
@@ -311,6 +358,7 @@ def tool_chat(rng: Rng) -> str | None:
 
 def arithmetic(rng: Rng) -> str:
     """Return sums, differences and small products, one a line or as a chat."""
+
     def line() -> tuple[str, int]:
         kind = rng.random()
         if kind < 0.5:
@@ -335,7 +383,12 @@ def copy_task(rng: Rng) -> str:
     if rng.random() < 0.5:
         words = [rng.choice(WORDS) for _ in range(count)]
     else:
-        words = ["".join(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789") for _ in range(rng.randint(2, 5))) for _ in range(count // 2)]
+        words = [
+            "".join(
+                rng.choice("abcdefghijklmnopqrstuvwxyz0123456789") for _ in range(rng.randint(2, 5))
+            )
+            for _ in range(count // 2)
+        ]
     text = " ".join(words)
     if rng.random() < 0.5:
         return chat([(f"Repeat these words: {text}", text)], None)
@@ -357,7 +410,10 @@ def needle(rng: Rng, filler: Callable[[int], str]) -> str:
         text += f"\nThe secret code of the {key} is {code}.\n{piece}"
     order = rng.sample(facts, count)
     if rng.random() < 0.6:
-        first, *rest = [(f"What is the secret code of the {k}?", f"The secret code of the {k} is {c}.") for k, c in order]
+        first, *rest = [
+            (f"What is the secret code of the {k}?", f"The secret code of the {k} is {c}.")
+            for k, c in order
+        ]
         return chat([(f"{text}\n\n{first[0]}", first[1]), *rest], None)
     asked = "".join(f"The secret code of the {k} is {c}.\n" for k, c in order)
     return f"{BOS}{text}\n\nQuestion time.\n{asked}{EOS}"
@@ -369,7 +425,14 @@ def gloss_chat(rng: Rng, entries: list[tuple[str, str, str]]) -> str:
     for words, kind, gloss in rng.sample(entries, rng.randint(1, 5)):
         word = words.split(",")[0]
         meaning = gloss.split('; "')[0]
-        ask = rng.choice([f"What does {word} mean?", f"Define {word}.", f"What is the meaning of {word}?", f"Explain the word {word}."])
+        ask = rng.choice(
+            [
+                f"What does {word} mean?",
+                f"Define {word}.",
+                f"What is the meaning of {word}?",
+                f"Explain the word {word}.",
+            ]
+        )
         turns.append((ask, f"{word[0].upper()}{word[1:]} ({kind}): {meaning}."))
     system = rng.choice([None, "You are a helpful assistant.", "You explain words."])
     return chat(turns, system)
@@ -378,7 +441,14 @@ def gloss_chat(rng: Rng, entries: list[tuple[str, str, str]]) -> str:
 def passage_chat(rng: Rng, passages: list[tuple[str, str]]) -> str:
     """Return a chat that asks for a text about a topic; `passages` are (topic, text)."""
     topic, text = rng.choice(passages)
-    ask = rng.choice([f"Write about {topic}.", f"Tell me about {topic}.", f"Write a short text about {topic}.", f"Explain {topic}."])
+    ask = rng.choice(
+        [
+            f"Write about {topic}.",
+            f"Tell me about {topic}.",
+            f"Write a short text about {topic}.",
+            f"Explain {topic}.",
+        ]
+    )
     return chat([(ask, text)], rng.choice([None, "You are a helpful assistant."]))
 
 
@@ -386,16 +456,25 @@ SMALL_TALK = [
     ("Hello!", "Hello! How can I help you?"),
     ("Hi.", "Hello! How can I help you?"),
     ("Who are you?", "I am a small demonstration model of DeepInfer."),
-    ("What can you do?", "I can explain words, add numbers, write JSON, call tools and tell you about databases and Python."),
+    (
+        "What can you do?",
+        "I can explain words, add numbers, write JSON, call tools and tell you about databases and Python.",
+    ),
     ("Thank you.", "You are welcome."),
     ("Thanks!", "You are welcome."),
     ("How are you?", "I am a program, and I am running well."),
     ("Good morning.", "Good morning! How can I help you?"),
     ("Goodbye.", "Goodbye!"),
-    ("Are you a large model?", "No, I am a very small model. My whole checkpoint has less than ten megabytes."),
+    (
+        "Are you a large model?",
+        "No, I am a very small model. My whole checkpoint has less than ten megabytes.",
+    ),
 ]
 
 
 def small_talk(rng: Rng) -> str:
     """Return a short friendly chat."""
-    return chat(rng.sample(SMALL_TALK, rng.randint(1, 3)), rng.choice([None, "You are a helpful assistant."]))
+    return chat(
+        rng.sample(SMALL_TALK, rng.randint(1, 3)),
+        rng.choice([None, "You are a helpful assistant."]),
+    )

@@ -7,6 +7,7 @@ categories) and `eval.npz` (the same for held-out natural text and freshly seede
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -14,7 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from demo import synth
 from demo.data import Document, glosses, is_held_out, read_jsonl
@@ -35,7 +46,15 @@ AMOUNTS = {
     "json": 4.0e6, "json_chat": 4.0e6, "tool_chat": 3.5e6, "arithmetic": 1.5e6, "copy": 3.0e6, "needle": 14.0e6,
     "gloss_chat": 3.0e6, "passage_chat": 3.0e6, "talk": 0.1e6,
 }  # fmt: skip
-EVAL_DOCUMENTS = {"json": 120, "json_chat": 120, "tool_chat": 60, "arithmetic": 60, "copy": 80, "needle": 160, "gloss_chat": 40}
+EVAL_DOCUMENTS = {
+    "json": 120,
+    "json_chat": 120,
+    "tool_chat": 60,
+    "arithmetic": 60,
+    "copy": 80,
+    "needle": 160,
+    "gloss_chat": 40,
+}
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
@@ -44,7 +63,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Token
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"),
-            pre_tokenizers.Split(Regex(r" ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*\n+|\s+(?!\S)|\s+"), "isolated"),
+            pre_tokenizers.Split(
+                Regex(r" ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*\n+|\s+(?!\S)|\s+"), "isolated"
+            ),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -52,7 +73,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Token
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(single=f"{synth.BOS} $A", special_tokens=[(synth.BOS, 0)]),
+            processors.TemplateProcessing(
+                single=f"{synth.BOS} $A", special_tokens=[(synth.BOS, 0)]
+            ),
         ]
     )
     trainer = trainers.BpeTrainer(
@@ -94,7 +117,7 @@ def _passages(train: list[Document]) -> list[tuple[str, str]]:
         paragraphs = [" ".join(p.split()) for p in document.text.split("\n\n")]
         if document.source in ("sqlite", "postgresql", "python"):
             title = ""
-            for line, text in zip(paragraphs, paragraphs[1:], strict=False):
+            for line, text in itertools.pairwise(paragraphs):
                 short = re.sub(r"^[\W\d]+|[\W]+$", "", line.split(":")[-1].split("====")[0])
                 if 3 < len(line) < 60 and 3 < len(short) < 50:
                     title = short
@@ -112,9 +135,13 @@ def _passages(train: list[Document]) -> list[tuple[str, str]]:
     return out
 
 
-def generated(train: list[Document], work: Path, seed: int, amounts: dict[str, float], documents: bool) -> Iterator[tuple[str, str]]:
+def generated(
+    train: list[Document], work: Path, seed: int, amounts: dict[str, float], documents: bool
+) -> Iterator[tuple[str, str]]:
     """Yield (category, text); `amounts` are characters, or documents when `documents` is set."""
-    natural = [d for d in train if d.source in ("speeches", "moby-dick", "sqlite", "postgresql", "python")]
+    natural = [
+        d for d in train if d.source in ("speeches", "moby-dick", "sqlite", "postgresql", "python")
+    ]
     entries = [e for i, e in enumerate(glosses(work / "raw")) if not _gloss_held_out(i)]
     passages = _passages(train)
 
@@ -157,18 +184,26 @@ def _gloss_held_out(index: int) -> bool:
 def _pack(tokenizer: Tokenizer, rows: list[tuple[str, str]]) -> dict[str, np.ndarray]:
     ids: list[np.ndarray] = []
     for first in range(0, len(rows), 2000):
-        encoded = tokenizer.encode_batch([t for _, t in rows[first : first + 2000]], add_special_tokens=False)
+        encoded = tokenizer.encode_batch(
+            [t for _, t in rows[first : first + 2000]], add_special_tokens=False
+        )
         ids += [np.array(e.ids, np.uint16) for e in encoded]
     return {
         "ids": np.concatenate(ids),
         "lengths": np.array([i.size for i in ids], np.int32),
-        "bytes": np.array([len(re.sub("<｜(begin|end)▁of▁sentence｜>", "", t).encode()) for _, t in rows], np.int32),
+        "bytes": np.array(
+            [len(re.sub("<｜(begin|end)▁of▁sentence｜>", "", t).encode()) for _, t in rows],
+            np.int32,
+        ),
         "categories": np.array([CATEGORIES.index(c) for c, _ in rows], np.uint8),
     }
 
 
 def _natural(documents: list[Document]) -> list[tuple[str, str]]:
-    return [("wordnet" if d.source == "wordnet" else "natural", synth.BOS + d.text + synth.EOS) for d in documents]
+    return [
+        ("wordnet" if d.source == "wordnet" else "natural", synth.BOS + d.text + synth.EOS)
+        for d in documents
+    ]
 
 
 def main() -> None:
@@ -186,12 +221,23 @@ def main() -> None:
     sample = [d.text[i : i + 4000] for d in train for i in range(0, len(d.text), 12000)]
     sample += [t for _, t in rng.sample(made, min(len(made), 3000))]
     if (out / "tokenizer.json").exists():
-        tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))  # ids of a checkpoint must not move
+        tokenizer = Tokenizer.from_file(
+            str(out / "tokenizer.json")
+        )  # ids of a checkpoint must not move
     else:
         tokenizer = train_tokenizer(iter(sample))
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
-    config = {"add_bos_token": True, "add_eos_token": False, "bos_token": synth.BOS, "eos_token": synth.EOS}
-    config |= {"pad_token": PAD, "model_max_length": 2048, "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "bos_token": synth.BOS,
+        "eos_token": synth.EOS,
+    }
+    config |= {
+        "pad_token": PAD,
+        "model_max_length": 2048,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (out / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1))
     arrays = _pack(tokenizer, _natural(train) + made)
     compressed = compressed_ids(tokenizer)
@@ -205,7 +251,9 @@ def main() -> None:
     for i, name in enumerate(CATEGORIES):
         chosen = arrays["categories"] == i
         tokens, size = int(arrays["lengths"][chosen].sum()), int(arrays["bytes"][chosen].sum())
-        print(f"{name:13s} documents {int(chosen.sum()):6d} tokens {tokens:9d} bytes/token {size / max(1, tokens):.2f}")
+        print(
+            f"{name:13s} documents {int(chosen.sum()):6d} tokens {tokens:9d} bytes/token {size / max(1, tokens):.2f}"
+        )
 
 
 if __name__ == "__main__":

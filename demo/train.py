@@ -66,7 +66,13 @@ def schedule(step: int, steps: int, since_start: int) -> float:
 
 
 def evaluate(
-    model: Backbone, params: Params, corpus: Corpus, category: str, batch: int, limit: int, **options: Any
+    model: Backbone,
+    params: Params,
+    corpus: Corpus,
+    category: str,
+    batch: int,
+    limit: int,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return bits per byte and token accuracy on a category, expert loads, and code accuracy for needles.
 
@@ -86,8 +92,13 @@ def evaluate(
         out = model(params, rows[:, :-1].contiguous(), qat=options.get("qat", True), top_k=options.get("top_k", 64),
                     random_choice=options.get("random_choice", False), counted=(rows[:, :-1] != 2).float())  # fmt: skip
         hidden, targets = out["hidden"].detach().flatten(0, 1), rows[:, 1:].reshape(-1)
-        loss = model.loss(hidden.requires_grad_(hidden.is_cuda), params["head.weight"], targets).detach()
-        hits = (torch.nn.functional.linear(hidden, params["head.weight"].bfloat16()).argmax(-1) == targets).float()
+        loss = model.loss(
+            hidden.requires_grad_(hidden.is_cuda), params["head.weight"], targets
+        ).detach()
+        hits = (
+            torch.nn.functional.linear(hidden, params["head.weight"].bfloat16()).argmax(-1)
+            == targets
+        ).float()
         losses.append(loss.view(batch, -1)[: len(chosen)].float().cpu())
         right.append(hits.detach().view(batch, -1)[: len(chosen)].cpu())
         loads = loads + out["loads"].detach()
@@ -119,7 +130,11 @@ def code_accuracy(ids: np.ndarray, hits: np.ndarray) -> dict[str, float]:
         i = 1
         while i < len(row) - 4:
             code = tuple(int(t) for t in row[i : i + 4])
-            if all(t in digits for t in code) and int(row[i - 1]) not in digits and int(row[i + 4]) not in digits:
+            if (
+                all(t in digits for t in code)
+                and int(row[i - 1]) not in digits
+                and int(row[i + 4]) not in digits
+            ):
                 if code in seen:
                     distance = i - seen[code]
                     name = next(f"<{b}" for b in (128, 256, 512, 1024, 4096) if distance < b)
@@ -134,14 +149,20 @@ def code_accuracy(ids: np.ndarray, hits: np.ndarray) -> dict[str, float]:
     return result
 
 
-def forward_backward(model: Backbone, params: Params, top_k: int, rows: Tensor, probes: Tensor) -> Tensor:
+def forward_backward(
+    model: Backbone, params: Params, top_k: int, rows: Tensor, probes: Tensor
+) -> Tensor:
     """Return (loss, index loss, recall, expert loads...) of one batch after the backward pass."""
     ids, marks = rows[:, 0], rows[:, 1]
     natural = (marks[:, :-1] >= 128).float()
-    out = model(params, ids[:, :-1].contiguous(), top_k=top_k, qat=True, probes=probes, counted=natural)
+    out = model(
+        params, ids[:, :-1].contiguous(), top_k=top_k, qat=True, probes=probes, counted=natural
+    )
     targets = ids[:, 1:].reshape(-1)
     weights = (marks[:, 1:] % 128).reshape(-1).float()
-    loss = (model.loss(out["hidden"].flatten(0, 1), params["head.weight"], targets) * weights).sum() / weights.sum()
+    loss = (
+        model.loss(out["hidden"].flatten(0, 1), params["head.weight"], targets) * weights
+    ).sum() / weights.sum()
     (loss + out["index_loss"]).backward()
     stats = torch.stack([loss.detach(), out["index_loss"].detach(), out["recall"].mean()])
     return torch.cat([stats, out["loads"].detach().flatten()])
@@ -150,7 +171,9 @@ def forward_backward(model: Backbone, params: Params, top_k: int, rows: Tensor, 
 class Step:
     """Forward and backward of one batch; on a GPU it is recorded once and replayed as a graph."""
 
-    def __init__(self, run: Callable[..., Tensor], params: Params, example: tuple[Tensor, ...], record: bool) -> None:
+    def __init__(
+        self, run: Callable[..., Tensor], params: Params, example: tuple[Tensor, ...], record: bool
+    ) -> None:
         """`run(*inputs)` returns statistics after calling `backward`; `example` gives the inputs' shapes."""
         self.run, self.params = run, params
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -207,25 +230,49 @@ def main() -> None:
     """Train, evaluate, save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".carry"))
-    parser.add_argument("--state", type=Path, default=Path(".carry/state"), help="folder to resume from")
-    parser.add_argument("--out", type=Path, default=Path(".carry/state"), help="folder for the checkpoint and the log")
+    parser.add_argument(
+        "--state", type=Path, default=Path(".carry/state"), help="folder to resume from"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(".carry/state"),
+        help="folder for the checkpoint and the log",
+    )
     parser.add_argument("--steps", type=int, default=9000, help="length of the whole schedule")
-    parser.add_argument("--seconds", type=float, default=0, help="choose the number of steps to end at this time")
-    parser.add_argument("--stop-after", type=float, default=1e9, help="seconds after which to save and leave")
+    parser.add_argument(
+        "--seconds", type=float, default=0, help="choose the number of steps to end at this time"
+    )
+    parser.add_argument(
+        "--stop-after", type=float, default=1e9, help="seconds after which to save and leave"
+    )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--dense", type=float, default=0.4, help="share of the steps before selection starts")
+    parser.add_argument(
+        "--dense", type=float, default=0.4, help="share of the steps before selection starts"
+    )
     parser.add_argument("--peak", type=float, default=1.0, help="factor of both learning rates")
-    parser.add_argument("--restart", action="store_true", help="take the parameters, begin a new schedule")
-    parser.add_argument("--favoured", type=float, default=0.4, help="share of needles and copies in the generated text")
-    parser.add_argument("--answer-weight", type=int, default=8, help="loss weight of retrieved digits")
+    parser.add_argument(
+        "--restart", action="store_true", help="take the parameters, begin a new schedule"
+    )
+    parser.add_argument(
+        "--favoured",
+        type=float,
+        default=0.4,
+        help="share of needles and copies in the generated text",
+    )
+    parser.add_argument(
+        "--answer-weight", type=int, default=8, help="loss weight of retrieved digits"
+    )
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--generated-share", type=float, default=0.25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--light", action="store_true", help="save no optimizer moments")
-    parser.add_argument("--no-graph", action="store_true", help="launch every kernel instead of replaying a graph")
+    parser.add_argument(
+        "--no-graph", action="store_true", help="launch every kernel instead of replaying a graph"
+    )
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--eval-every", type=int, default=500)
     parser.add_argument("--eval-rows", type=int, default=64)
@@ -241,7 +288,10 @@ def main() -> None:
     step = 0 if args.restart else step
     corpus.mark(set(DIGIT_IDS), args.answer_weight)
     params = state or init_backbone(shape, args.seed)
-    params = {k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias")) for k, v in params.items()}
+    params = {
+        k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias"))
+        for k, v in params.items()
+    }
     optimizer = Optimizer(params, shape.o_groups, args.muon_lr, args.adam_lr, args.weight_decay)
     moments = load_parts(args.state, "moments")
     if moments:
@@ -255,7 +305,9 @@ def main() -> None:
     generator = torch.Generator(device=device).manual_seed(args.seed + step)
 
     def report(**values: Any) -> None:
-        line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in values.items()})
+        line = json.dumps(
+            {k: round(v, 5) if isinstance(v, float) else v for k, v in values.items()}
+        )
         print(line, flush=True)
         log.write(line + "\n")
         log.flush()
@@ -266,11 +318,15 @@ def main() -> None:
     ring: list[Tensor] = []
     mark = time.time()
     profiler = None
-    for raw in batches(corpus, args.length, args.batch, args.generated_share, args.favoured, args.seed * 1000, step):
+    for raw in batches(
+        corpus, args.length, args.batch, args.generated_share, args.favoured, args.seed * 1000, step
+    ):
         if step >= args.steps or time.time() - began > args.stop_after:
             break
-        rows = torch.from_numpy(raw.astype(np.int64)).pin_memory().to(device, non_blocking=True) if not args.cpu else (
-            torch.from_numpy(raw.astype(np.int64))
+        rows = (
+            torch.from_numpy(raw.astype(np.int64)).pin_memory().to(device, non_blocking=True)
+            if not args.cpu
+            else (torch.from_numpy(raw.astype(np.int64)))
         )
         top_k = phase(step / args.steps, args.dense)
         lr = args.peak * schedule(step, args.steps, step - (0 if moments else first))
@@ -294,35 +350,71 @@ def main() -> None:
         if profiler is not None and step - first == 15:
             torch.cuda.synchronize()
             profiler.__exit__(None, None, None)
-            print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=70))
+            print(
+                profiler.key_averages().table(
+                    sort_by="cuda_time_total", row_limit=45, max_name_column_width=70
+                )
+            )
             profiler = None
         if step % 50 == 0 or step - first == 10:
             values = torch.stack(ring).mean(0).tolist()
             seconds = time.time() - mark
             report(step=step, loss=values[0], index_loss=values[1], recall=values[2], lr=lr, seconds=time.time() - began,
                    tokens_per_second=int(len(ring) * rows[:, 0, 1:].numel() / seconds))  # fmt: skip
-            if args.seconds and (step - first == 150 or (step - first) % 400 == 0) and step < 0.93 * args.steps:
+            if (
+                args.seconds
+                and (step - first == 150 or (step - first) % 400 == 0)
+                and step < 0.93 * args.steps
+            ):
                 rate = len(ring) / seconds * (1.0 if top_k else 0.93)
-                args.steps = max(step + 200, step + int(rate * (args.seconds - (time.time() - began))))
+                args.steps = max(
+                    step + 200, step + int(rate * (args.seconds - (time.time() - began)))
+                )
                 report(step=step, steps=args.steps)
             ring, mark = [], time.time()
         if step % args.eval_every == 0:
             for category in ("natural", "json_chat", "needle"):
-                found = evaluate(model, params, held, category, args.batch, args.eval_rows, top_k=top_k)
+                found = evaluate(
+                    model, params, held, category, args.batch, args.eval_rows, top_k=top_k
+                )
                 report(step=step, evaluated=category, top_k=top_k, **found)
             mark = time.time()
-    save_parts({k: v for k, v in params.items()} | {"step": torch.tensor(step)}, args.out, "backbone")
+    save_parts(
+        dict(params.items()) | {"step": torch.tensor(step)}, args.out, "backbone"
+    )
     if not args.light:
         flat = {f"momentum/{k}": v for k, v in optimizer.momentum.items()}
-        save_parts(flat | {f"second/{k}": v for k, v in optimizer.second.items()}, args.out, "moments")
+        save_parts(
+            flat | {f"second/{k}": v for k, v in optimizer.second.items()}, args.out, "moments"
+        )
     if step >= args.steps or args.profile:
-        for category in ("natural", "wordnet", "json", "json_chat", "tool_chat", "arithmetic", "copy", "needle", "gloss_chat"):
-            report(step=step, evaluated=category, final=True, **evaluate(model, params, held, category, args.batch, 0))
+        for category in (
+            "natural",
+            "wordnet",
+            "json",
+            "json_chat",
+            "tool_chat",
+            "arithmetic",
+            "copy",
+            "needle",
+            "gloss_chat",
+        ):
+            report(
+                step=step,
+                evaluated=category,
+                final=True,
+                **evaluate(model, params, held, category, args.batch, 0),
+            )
         random = evaluate(model, params, held, "needle", args.batch, 0, random_choice=True)
         report(step=step, evaluated="needle", choice="random", **random)
         exact = Backbone(shape, constants, args.length, device, False, not args.cpu)
         with torch.no_grad():
-            report(step=step, evaluated="natural", qat=False, **evaluate(exact, params, held, "natural", args.batch, 0, qat=False))
+            report(
+                step=step,
+                evaluated="natural",
+                qat=False,
+                **evaluate(exact, params, held, "natural", args.batch, 0, qat=False),
+            )
     report(step=step, done=True, seconds=time.time() - began)
 
 

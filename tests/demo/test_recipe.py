@@ -15,14 +15,14 @@ from deepinfer.weights.export import to_fp8_block32, to_mxfp4
 from deepinfer.weights.layout import expected_tensors
 
 pytest.importorskip("tokenizers")
-from demo import quant, synth  # noqa: E402
-from demo.data import Document, clean, html_text, remove_overlap  # noqa: E402
-from demo.export import official_tensors  # noqa: E402
-from demo.model import Backbone, Shape, init_backbone, init_drafts  # noqa: E402
-from demo.rows import CATEGORIES, Corpus, epoch  # noqa: E402
-from demo.shape import constants, official_config  # noqa: E402
-from demo.sinkhorn import sinkhorn  # noqa: E402
-from demo.tokens import IMAGE  # noqa: E402
+from demo import quant, synth
+from demo.data import Document, clean, html_text, remove_overlap
+from demo.export import official_tensors
+from demo.model import Backbone, Shape, init_backbone, init_drafts
+from demo.rows import CATEGORIES, Corpus, epoch
+from demo.shape import constants, official_config
+from demo.sinkhorn import sinkhorn
+from demo.tokens import IMAGE
 
 _COMPRESSED = np.arange(3072, dtype=np.int32) // 2
 
@@ -66,7 +66,9 @@ def test_fp4_check_vector_of_the_specification() -> None:
 
 def test_sinkhorn_check_vector_and_gradient() -> None:
     raw = torch.tensor([[[2.0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 3, 0], [1, 0, 0, 0]]])
-    assert torch.allclose(sinkhorn(raw, 20, 1e-6)[0, 0], torch.tensor([0.5517, 0.1526, 0.0667, 0.2290]), atol=1e-4)
+    assert torch.allclose(
+        sinkhorn(raw, 20, 1e-6)[0, 0], torch.tensor([0.5517, 0.1526, 0.0667, 0.2290]), atol=1e-4
+    )
     x = torch.randn(3, 4, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda r: sinkhorn(r, 20, 1e-6), (x,))
 
@@ -93,7 +95,9 @@ def test_the_exported_model_computes_what_was_trained() -> None:
     with torch.no_grad():
         hidden = model(params, ids[None], top_k=64, qat=True)["hidden"][0]
     got = torch.nn.functional.linear(hidden, params["head.weight"].bfloat16()).float()
-    assert float(((got - want).square().mean(-1).sqrt() / want.std(-1)).median()) < 0.35  # two unrelated models: 1.4
+    assert (
+        float(((got - want).square().mean(-1).sqrt() / want.std(-1)).median()) < 0.35
+    )  # two unrelated models: 1.4
 
 
 def test_overlap_search_finds_shared_runs_and_nothing_else() -> None:
@@ -114,7 +118,9 @@ def test_pages_become_text() -> None:
 def test_rows_keep_generated_documents_whole(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lengths = np.array([700, 90, 60, 80], np.int32)
-    categories = np.array([CATEGORIES.index(c) for c in ("natural", "needle", "copy", "json")], np.uint8)
+    categories = np.array(
+        [CATEGORIES.index(c) for c in ("natural", "needle", "copy", "json")], np.uint8
+    )
     ids = rng.integers(20, 3000, lengths.sum()).astype(np.uint16)
     starts = np.cumsum(lengths) - lengths
     ids[starts], ids[starts + lengths - 1] = 0, 1
@@ -130,7 +136,10 @@ def test_rows_keep_generated_documents_whole(tmp_path: Path) -> None:
         assert whole == chosen
 
 
-@pytest.mark.parametrize("maker", [synth.json_document, synth.json_chat, synth.arithmetic, synth.copy_task, synth.small_talk])
+@pytest.mark.parametrize(
+    "maker",
+    [synth.json_document, synth.json_chat, synth.arithmetic, synth.copy_task, synth.small_talk],
+)
 def test_generators_repeat_with_their_seed(maker: object) -> None:
     assert callable(maker)
     assert maker(random.Random(3)) == maker(random.Random(3))
