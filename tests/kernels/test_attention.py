@@ -37,15 +37,10 @@ def walk(q: Tensor, entries: Tensor, slots: Tensor, sink: Tensor, round_weights:
     return torch.stack(rows).to(q.dtype)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("window", "selected"),
-    [(128, 0), (128, 16), (128, 5), (128, 64), (128, 70), (48, 16), (16, 9), (64, 1), (1, 0)],
+    [(128, 0), (128, 16), (128, 5), (128, 32), (128, 48), (128, 70), (48, 16), (16, 9), (1, 0)],
 )
 @pytest.mark.parametrize("dim", [64, 512])
 def test_equals_the_plain_walk(dtype: torch.dtype, window: int, selected: int, dim: int) -> None:
@@ -72,11 +67,8 @@ def test_a_sliding_window_is_like_any_list(window: int, start: int) -> None:
     positions = start + torch.arange(rows)
     held = (positions[:, None] - window + 1).clamp(min=0) + torch.arange(window)
     held = held.masked_fill(held > positions[:, None], -1)
-    q, kv, sink = (
-        torch.randn(rows, heads, dim).bfloat16(),
-        torch.randn(280, dim),
-        torch.randn(heads),
-    )
+    q, sink = torch.randn(rows, heads, dim).bfloat16(), torch.randn(heads)
+    kv = torch.randn(280, dim)
     got = sparse_attention(q, kv, held, None, None, sink, SCALE, True)
     order = torch.randperm(280)
     place = torch.argsort(order)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
@@ -36,14 +35,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
         return torch.equal(a.view(bits), b.view(bits))
     return a.dtype == b.dtype and torch.equal(a, b)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(case: Case, num_rows: int, seed: int) -> tuple[object, ...]:

@@ -13,20 +13,15 @@ from deepinfer.kernels.rows import ROW_BLOCK, matmul_rows, sigmoid, sum_in_order
 @pytest.mark.parametrize(("columns", "outputs"), [(32, 2048), (64, 1), (160, 33), (1024, 64)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_has_the_same_bits_in_any_batch(columns: int, outputs: int, threads: int) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        x, weight = torch.randn(5 * ROW_BLOCK - 3, columns), torch.randn(outputs, columns)
-        whole = matmul_rows(x, weight)
-        torch.testing.assert_close(
-            whole.double(), x.double() @ weight.double().T, rtol=0, atol=1e-3
-        )
-        for size in range(1, 41):
-            start = (7 * size) % (len(x) - size)
-            part = matmul_rows(x[start : start + size], weight)
-            assert torch.equal(part, whole[start : start + size]), size
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(threads)
+    x, weight = torch.randn(5 * ROW_BLOCK - 3, columns), torch.randn(outputs, columns)
+    whole = matmul_rows(x, weight)
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(whole.double(), exact, rtol=0, atol=1e-3)
+    for size in range(1, 41):
+        start = (7 * size) % (len(x) - size)
+        part = matmul_rows(x[start : start + size], weight)
+        assert torch.equal(part, whole[start : start + size]), size
 
 
 def test_sum_in_order_goes_left_to_right() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SLOT_BLOCK: Final = 64
+_KEY_BLOCK: Final = 16  # products over fewer keys take another routine, with other bits
 _ROW_TILE: Final = 32  # rows whose entries are gathered together; changes no bit
 
 
@@ -88,6 +89,8 @@ def _attend(
     acc = torch.zeros_like(queries)
     for number, keys in blocks:
         hidden = absent[:, number * SLOT_BLOCK : (number + 1) * SLOT_BLOCK].unsqueeze(1)
+        if keys.shape[1] % _KEY_BLOCK:
+            keys = F.pad(keys, (0, 0, 0, -keys.shape[1] % _KEY_BLOCK))
         scores = torch.bmm(queries, keys.transpose(1, 2)) * scale
         if keys.shape[1] < SLOT_BLOCK:
             scores = F.pad(scores, (0, SLOT_BLOCK - keys.shape[1]))
