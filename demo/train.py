@@ -149,6 +149,18 @@ def code_accuracy(ids: np.ndarray, hits: np.ndarray) -> dict[str, float]:
     return result
 
 
+def probe_positions(raw: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
+    """Return `PROBES` query positions that teach the indexers, half of them just before a retrieved digit.
+
+    Random positions alone hardly ever ask for a fact, and the indexers then never learn to select one.
+    """
+    probes = rng.integers(0, length, PROBES)
+    asking = np.unique(np.nonzero(raw[:, 1, 1:] % 128 > 1)[1])
+    if asking.size:
+        probes[: PROBES // 2] = rng.choice(asking, PROBES // 2)
+    return probes
+
+
 def forward_backward(
     model: Backbone, params: Params, top_k: int, rows: Tensor, probes: Tensor
 ) -> Tensor:
@@ -302,7 +314,7 @@ def main() -> None:
     model = Backbone(shape, constants, args.length, device, not args.cpu, not args.cpu)
     args.out.mkdir(parents=True, exist_ok=True)
     log = (args.out / "log.jsonl").open("a")
-    generator = torch.Generator(device=device).manual_seed(args.seed + step)
+    chooser = np.random.default_rng(args.seed + step)
 
     def report(**values: Any) -> None:
         line = json.dumps(
@@ -330,7 +342,7 @@ def main() -> None:
         )
         top_k = phase(step / args.steps, args.dense)
         lr = args.peak * schedule(step, args.steps, step - (0 if moments else first))
-        probes = torch.randint(0, args.length, (PROBES,), device=device, generator=generator)
+        probes = torch.from_numpy(probe_positions(raw, args.length, chooser)).to(device)
         if top_k not in runs:
             runs.clear()
             run = functools.partial(forward_backward, model, params, top_k)
@@ -379,9 +391,7 @@ def main() -> None:
                 )
                 report(step=step, evaluated=category, top_k=top_k, **found)
             mark = time.time()
-    save_parts(
-        dict(params.items()) | {"step": torch.tensor(step)}, args.out, "backbone"
-    )
+    save_parts(dict(params.items()) | {"step": torch.tensor(step)}, args.out, "backbone")
     if not args.light:
         flat = {f"momentum/{k}": v for k, v in optimizer.momentum.items()}
         save_parts(
