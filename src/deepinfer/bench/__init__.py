@@ -1,0 +1,1 @@
+"""Measuring speed: figures as JSONL, and tables of them."""

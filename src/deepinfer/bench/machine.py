@@ -1,0 +1,77 @@
+"""The machine and the software that a figure belongs to, never a host or person (pure)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import deepinfer
+
+__all__ = ["describe_machine", "describe_versions", "peak_memory_bytes"]
+
+_CPU_INFO: Final = Path("/proc/cpuinfo")
+_MEMORY_INFO: Final = Path("/proc/meminfo")
+_OWN_STATUS: Final = Path("/proc/self/status")
+_PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors")
+
+
+def describe_machine() -> dict[str, str | int]:
+    """Return processor, processors that this process may use, memory, system."""
+    name = next(_fields(_CPU_INFO, "model name"), "") or platform.processor()
+    memory = next(_fields(_MEMORY_INFO, "MemTotal"), "")
+    return {
+        "cpu": name or platform.machine(),
+        "cpu_count": _cpu_count(),
+        "memory_bytes": _kib(memory),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Return the versions that can change a figure."""
+    found = {"deepinfer": deepinfer.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process had resident since its program started.
+
+    From the kernel's status where there is one: what `getrusage` says of a child begins with its
+    parent's memory.
+    """
+    peak = _kib(next(_fields(_OWN_STATUS, "VmHWM"), ""))
+    if peak:
+        return peak
+    import resource
+
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _cpu_count() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _kib(text: str) -> int:
+    """Read `123 kB`; 0 for anything else."""
+    number, _, unit = text.partition(" ")
+    return int(number) * 1024 if number.isdecimal() and unit == "kB" else 0
+
+
+def _fields(file: Path, name: str) -> Iterator[str]:
+    """Yield the values of `name: value` lines, none when there is no such file."""
+    with suppress(OSError):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, colon, value = line.partition(":")
+            if colon and key.strip() == name:
+                yield value.strip()
