@@ -26,6 +26,8 @@ def cache_store(cache: PagedCache, values: Tensor, idx: Tensor) -> None:
     kept = idx >= 0
     if not bool(kept.all()):
         values, idx = values[kept], idx[kept]
+        if not idx.shape[0]:
+            return
     entries = cache.codes.shape[1]
     block, offset = idx // entries, idx % entries
     if cache.scales is None:
