@@ -32,7 +32,8 @@ def sparse_attention(
     """Attend to window slots and selected entries in one softmax; an entry is key and value.
 
     q              [T, H, D]   bf16 or fp32
-    window_kv      [N, D]      fp32, dequantized; or [T, W, D], already gathered
+    window_kv      [N, D]      fp32, dequantized; or [T, W, D], already gathered, with any finite
+                               entry where absent
     window_idx     [T, W]      int64 rows of window_kv, -1 = absent; absent slots keep their place
     main_kv        [M, D] or [T, K, D] fp32, or None for a layer with a window only
     main_idx       [T, K]      int64 rows of main_kv, -1 = absent

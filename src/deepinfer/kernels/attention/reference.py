@@ -30,6 +30,9 @@ def sparse_attention(
     present = torch.unflatten(~absent, 1, (-1, SLOT_BLOCK)).any(-1)
     queries = q.float()
     out = torch.empty_like(queries)
+    # An absent slot reads some entry, maybe another sequence's: with a weight of 0, that changes
+    # nothing as long as the entry is finite.
+    blank = not (_finite(window_kv) and (main_kv is None or _finite(main_kv)))
     for start in range(0, q.shape[0], _ROW_TILE):
         rows = slice(start, start + _ROW_TILE)
         parts = [_gather(window_kv, window_idx, rows)]
@@ -38,8 +41,13 @@ def sparse_attention(
         blocks = _blocks(parts)
         used = present[rows].any(0).tolist()
         kept = [(i, block) for i, block in enumerate(blocks) if used[i]]
-        out[rows] = _attend(queries[rows], kept, absent[rows], sink, scale, round_weights)
+        out[rows] = _attend(queries[rows], kept, absent[rows], sink, scale, round_weights, blank)
     return out.to(q.dtype)
+
+
+def _finite(entries: Tensor) -> bool:
+    """Whether no entry holds NaN or infinity; entries by row have zeros where absent."""
+    return entries.ndim == 3 or bool(entries.sum().isfinite())
 
 
 def _gather(entries: Tensor, idx: Tensor, rows: slice) -> Tensor:
@@ -79,8 +87,9 @@ def _attend(
     sink: Tensor,
     scale: float,
     round_weights: bool,
+    blank: bool,
 ) -> Tensor:
-    """Attend some rows to their blocks, given with their numbers.
+    """Attend some rows to their blocks, given with their numbers; `blank` empties absent slots.
 
     Blocks without any entry change nothing and are left out; the last block may be short.
     """
@@ -91,6 +100,8 @@ def _attend(
         hidden = absent[:, number * SLOT_BLOCK : (number + 1) * SLOT_BLOCK].unsqueeze(1)
         if keys.shape[1] % _KEY_BLOCK:
             keys = F.pad(keys, (0, 0, 0, -keys.shape[1] % _KEY_BLOCK))
+        if blank:
+            keys = keys.masked_fill(hidden[..., : keys.shape[1]].transpose(1, 2), 0.0)
         scores = torch.bmm(queries, keys.transpose(1, 2)) * scale
         if keys.shape[1] < SLOT_BLOCK:
             scores = F.pad(scores, (0, SLOT_BLOCK - keys.shape[1]))
