@@ -10,7 +10,6 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 __all__ = ["ROW_BLOCK", "matmul_rows", "sigmoid", "sum_in_order"]
 
@@ -27,7 +26,7 @@ def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.T
     pad = -num_rows % ROW_BLOCK
     if pad:
-        x = F.pad(x, (0, 0, 0, pad))
+        x = torch.constant_pad_nd(x, (0, 0, 0, pad))
     if num_rows < ROW_BLOCK:
         return (x @ weight.T)[:num_rows]
     transposed = weight.T

@@ -38,12 +38,12 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 
 def repeat_groups(values: Tensor, scale: Tensor) -> Tensor:
     """Multiply values [..., D] by one scale per group [..., D/G]."""
-    grouped = torch.unflatten(values, -1, (scale.shape[-1], -1))
-    return (grouped * scale.unsqueeze(-1)).flatten(-2)
+    grouped = values.view(*scale.shape, values.shape[-1] // scale.shape[-1])
+    return (grouped * scale.unsqueeze(-1)).view(values.shape)
 
 
 def _grouped(x: Tensor, group: int, floor: float) -> tuple[Tensor, Tensor]:
-    groups = torch.unflatten(x.float(), -1, (-1, group))
+    groups = x.float().view(*x.shape[:-1], x.shape[-1] // group, group)
     return groups, groups.abs().amax(-1, keepdim=True).clamp_(min=floor)
 
 
@@ -102,7 +102,7 @@ def act4_e4(x: Tensor) -> tuple[Tensor, Tensor]:
 def act8_values(x: Tensor) -> Tensor:
     """Quantize with ACT8 and dequantize, [..., D] fp32."""
     codes, scale = _scaled8(x)
-    return codes.float().mul_(scale).flatten(-2)
+    return codes.float().mul_(scale).view(x.shape)
 
 
 def round_trip(x: Tensor, fmt: str) -> Tensor:

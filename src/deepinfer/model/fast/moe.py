@@ -29,16 +29,17 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
     num_rows, num_experts = x.shape[0], weights.bias.shape[0]
     offsets, order, place = _sort_by_expert(chosen.cpu().numpy(), num_experts)
     device = x.device
-    grouped = x[torch.from_numpy(order // num_active).to(device)]
+    quantized = step.act_quantized(x, "act8")
+    grouped = quantized[torch.from_numpy(order // num_active).to(device)]
     routed = _expert(
         step,
-        ops.expert_linear(grouped, weights.w1_w3, offsets, quantize),
+        ops.expert_linear(grouped, weights.w1_w3, offsets, False),
         weight.flatten()[torch.from_numpy(order).to(device)],
     )
     routed = ops.expert_linear(routed, weights.w2, offsets, quantize)
     terms = routed[torch.from_numpy(place).to(device)].float().view(num_rows, num_active, -1)
     total = sum_in_order(terms, 1)
-    shared = _expert(step, ops.fp8_linear(x, weights.shared_w1_w3, quantize), None)
+    shared = _expert(step, ops.fp8_linear(quantized, weights.shared_w1_w3, False), None)
     shared = ops.fp8_linear(shared, weights.shared_w2, quantize)
     return (total + shared.float()).to(x.dtype)
 
