@@ -70,6 +70,8 @@ demo: $(CORE) ## generate text with the packaged checkpoint, on the CPU
 bench: $(DEV) ## CPU speed with the packaged checkpoint
 	$(BIN)/deepinfer bench cpu
 
+-include demo/Makefile.inc
+
 clean: ## remove what the targets above made
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
