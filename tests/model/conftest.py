@@ -1,4 +1,4 @@
-"""Checkpoints for the fast model's tests: the packaged one and one with all dimensions different."""
+"""Checkpoints of the fast model's tests: the packaged one, and one with all dims different."""
 
 from __future__ import annotations
 
