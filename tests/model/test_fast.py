@@ -16,14 +16,13 @@ CHECKPOINTS = ("alpha", "beta")
 
 # Around every boundary of both checkpoints: groups of two, top-k (16, 12), candidates (64, 24),
 # windows (128, 48) and their rings (134, 53), pages (128).
-LENGTHS = (1, 2, 3, 11, 12, 13, 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49, 52, 53, 54, 63, 64,
-           65, 127, 128, 129, 133, 134, 135, 200)  # fmt: skip
-LONG_LENGTHS = (255, 256, 257, 301, 383, 385, 511, 512, 513, 599, 600)
+LENGTHS = (1, 2, 3, 12, 13, 16, 17, 24, 25, 33, 48, 49, 64, 65, 128, 129, 134, 135)
+LONG_LENGTHS = (11, 15, 23, 31, 32, 47, 52, 53, 54, 63, 127, 133, 200, 255, 256, 257, 301, 383, 385,
+                511, 512, 513, 599)  # fmt: skip
 CHUNKS = {  # chunk -> length
-    3: 202,
-    7: 300,
+    3: 80,
+    7: 202,
     64: 600,
-    100: 600,
 }
 
 
@@ -69,7 +68,7 @@ def test_prefill_at_once(pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_long_prefill_at_once(pair: Pair) -> None:
-    """The same for the long lengths."""
+    """The same for more and longer lengths."""
     for length in LONG_LENGTHS:
         prefill(pair, length, None)
 
@@ -86,18 +85,23 @@ def test_prefill_in_chunks(pair: Pair, chunk: int) -> None:
 
 
 def test_prefill_row_by_row(pair: Pair) -> None:
-    """Chunks of one token through the prefill path."""
-    prefill(pair, 140, 1)
+    """Chunks of one token through the prefill path, from the start and around the windows."""
+    session, start = new_session(pair), 0
+    for stop, chunk in ((28, 1), (46, 18), (50, 1), (126, 76), (136, 1)):
+        trace: dict[str, Tensor] = {}
+        session.prefill(pair.ids[start:stop], chunk, trace)
+        assert_rows_equal(trace, pair.expected, start)
+        start = stop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 13, 33, 127, 129])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 13, 33, 100, 127, 129])
 def test_long_prefill_in_chunks(pair: Pair, chunk: int) -> None:
     """600 tokens in chunks of any size."""
     prefill(pair, 600, chunk)
 
 
-@pytest.mark.parametrize(("prompt", "length"), [(0, 66), (1, 20), (40, 60), (120, 140), (255, 260)])
+@pytest.mark.parametrize(("prompt", "length"), [(0, 27), (1, 4), (46, 54), (125, 137), (255, 258)])
 def test_decode(pair: Pair, prompt: int, length: int) -> None:
     """Token by token from the start, and behind prompts."""
     decode(pair, prompt, length)
@@ -110,11 +114,11 @@ def test_long_decode(pair: Pair, prompt: int) -> None:
     decode(pair, prompt, 600)
 
 
-@pytest.mark.parametrize("tokens_per_block", [2, 16, 32, 256])
+@pytest.mark.parametrize("tokens_per_block", [2, 16, 256])
 def test_block_sizes(pair: Pair, tokens_per_block: int) -> None:
     """Other sizes of a cache block change nothing."""
-    prefill(pair, 150, 41, tokens_per_block)
-    decode(pair, 61, 68, tokens_per_block)
+    prefill(pair, 140, 41, tokens_per_block)
+    decode(pair, 61, 65, tokens_per_block)
 
 
 @pytest.mark.parametrize("pieces", [(1, 2, 3, 4, 5, 50, 1, 1, 70, 3), (64, 1, 64, 1, 2, 3)])

@@ -56,7 +56,7 @@ def test_prefill_of_many(pair: Pair) -> None:
                 assert torch.equal(logits, expected_logits(pair, starts[i], count)), (plan, i)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 15, 16, 17, 20])
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 20])
 def test_decode_batches(pair: Pair, size: int) -> None:
     """Decode batches of every size, lengths apart, in changing order."""
     bench = Bench(pair.fast, size, 144, 32, fill=GARBAGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -40,7 +41,7 @@ def run(name: str, mode: Numerics) -> tuple[dict[str, Tensor], Tensor, Drafts]:
     session.prefill(golden.prompt_ids(name), None, trace)
     greedy = golden.recorded(name)["greedy_tokens"].tolist()
     logits, drafts = [], []
-    for fed, following in zip(greedy[:-1], greedy[1:], strict=True):
+    for fed, following in itertools.pairwise(greedy):
         logits.append(session.decode(fed))
         drafts.append(session.draft(following))
     tokens, conf, draft_logits = (torch.stack(part) for part in zip(*drafts, strict=True))
@@ -90,9 +91,7 @@ def forced(projection: str) -> dict[str, Tensor]:
         if given is not None:
             stream, pre = given
         if layer.engram_idx is not None and block.engram is not None:
-            step.note(
-                "engram_out", add_engram(step, block.engram, stream, rows[layer.engram_idx])
-            )
+            step.note("engram_out", add_engram(step, block.engram, stream, rows[layer.engram_idx]))
             stream = golden.forced_engram(layer.engram_idx)
 
         def attend(x: Tensor, layer=layer, block=block) -> Tensor:  # type: ignore[no-untyped-def]
@@ -185,9 +184,7 @@ def test_strict_tier_catches(mistake: str, monkeypatch: pytest.MonkeyPatch) -> N
     from deepinfer.model.fast import indexer
 
     keep, change = indexer._keep, MISTAKES[mistake]
-    monkeypatch.setattr(
-        indexer, "_keep", lambda step, layer, topk: keep(step, layer, change(topk))
-    )
+    monkeypatch.setattr(indexer, "_keep", lambda step, layer, topk: keep(step, layer, change(topk)))
     logits = Session(model("noq"), 300).prefill(golden.prompt_ids("p130"))
     with pytest.raises(AssertionError, match=r"difference|median"):
         golden.check_strict_logits("p130", logits, None)
