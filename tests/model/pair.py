@@ -160,7 +160,7 @@ class Bench:
         dense_cache: int = 0,
     ) -> None:
         self.model = model
-        mode = "official" if model.numerics.quantize else "noq"
+        mode: Numerics = "official" if model.numerics.quantize else "noq"
         self.layout = CacheLayout.build(model.config, mode, tokens_per_block, max_rollback)
         each = -(-max_tokens // tokens_per_block)
         total = num_sequences * each + 1
@@ -205,7 +205,7 @@ class Bench:
         logits = self.model.forward(inputs, self.caches, torch.arange(inputs.num_rows), trace)
         for i, ids in parts:
             self.rows[i].length += len(ids)
-        return list(logits.split([len(ids) for _, ids in parts]))
+        return list(torch.split(logits, [len(ids) for _, ids in parts]))
 
     @torch.inference_mode()
     def draft(self, parts: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
@@ -42,7 +41,7 @@ def run(name: str, mode: Numerics) -> tuple[dict[str, Tensor], Tensor, Drafts]:
     session.prefill(golden.prompt_ids(name), None, trace)
     greedy = golden.recorded(name)["greedy_tokens"].tolist()
     logits, drafts = [], []
-    for fed, following in itertools.pairwise(greedy):
+    for fed, following in pairwise(greedy):
         logits.append(session.decode(fed))
         drafts.append(session.draft(following))
     tokens, conf, draft_logits = (torch.stack(part) for part in zip(*drafts, strict=True))

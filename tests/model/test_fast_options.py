@@ -96,7 +96,8 @@ RARE = ("no Engram", "no drafts", "1 draft block", "2-grams", "all experts", "no
 def test_configs(name: str, tmp_path: Path) -> None:
     """Both arithmetics, prefill, chunks, decode and drafts have the reference's bits."""
     folder = write_synthetic(changed(CONFIGS[name]), 3, tmp_path / "checkpoint")
-    for mode, chunk in (("noq", None), ("official", 37)):
+    plans: tuple[tuple[Numerics, int | None], ...] = (("noq", None), ("official", 37))
+    for mode, chunk in plans:
         pair = Pair.load(folder, mode, 100)
         assert float(pair.expected["logits"].std()) > 0.05
         trace: dict[str, Tensor] = {}
