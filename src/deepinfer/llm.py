@@ -48,7 +48,7 @@ from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.load import find_nonfinite
 from deepinfer.weights.reader import Checkpoint
 
-__all__ = ["DEMO_WEIGHTS_ARE_RANDOM", "LLM", "Interrupted", "Progress"]
+__all__ = ["DEMO_WEIGHTS_ARE_RANDOM", "LLM", "Interrupted", "Progress", "set_cpu_threads"]
 
 DEMO_WEIGHTS_ARE_RANDOM = True
 """Whether the model `demo` is untrained; programs that show its text say so."""
@@ -64,7 +64,7 @@ _SMALL_HIDDEN = 1024
 which another program may have pushed off its core, costs more than it brings."""
 
 
-def _set_threads(config: EngineConfig, model_config: ModelConfig) -> None:
+def set_cpu_threads(config: EngineConfig, model_config: ModelConfig) -> None:
     """Set torch's threads for the whole process; bits do not depend on them."""
     threads = config.parallel.cpu_threads
     if threads != "auto":
@@ -130,7 +130,7 @@ class LLM:
         self.path: Path = resolve_model(model)
         self.device = pick_device(device)
         self.model_config: ModelConfig = load_model_config(self.path)
-        _set_threads(self.config, self.model_config)
+        set_cpu_threads(self.config, self.model_config)
         self.tokenizer: Tokenizer | None = None
         if (self.path / "tokenizer.json").is_file():
             self.tokenizer = Tokenizer.load(self.path, self.model_config)

@@ -185,8 +185,8 @@ def _compare(
     x = a.double().reshape(num_positions, -1)
     y = b.double().reshape(num_positions, -1)
     same = (x == y) | (x.isnan() & y.isnan())
-    off = (x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf)
-    beyond = ~same & ~(off <= (0.0 if exact else atol + rtol * y.abs()))
+    off = (x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+    beyond = ~same & ~(off.isfinite() & (off <= (0.0 if exact else atol + rtol * y.abs())))
     rows = beyond.any(1).nonzero().flatten()
     first, where = None, ""
     if len(rows):

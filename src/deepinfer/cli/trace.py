@@ -119,6 +119,8 @@ def read_job(args: argparse.Namespace, window_slots: Literal["recorded", "full"]
     fed = args.decode_ids
     if args.decode < 0:
         raise UsageError(f"--decode: found {args.decode}, expected an integer >= 0")
+    if fed is not None and args.decode == 0:
+        raise UsageError("--decode-ids needs --decode M, the number of steps to decode")
     if fed is not None and len(fed) not in (args.decode, args.decode + 1):
         raise UsageError(
             f"--decode-ids: found {len(fed)} ids, expected {args.decode} or {args.decode + 1} for "
@@ -286,6 +288,9 @@ def make_trace(job: TraceJob, path: ModelPath) -> dict[str, Tensor]:
     """
     import torch
 
+    from deepinfer.llm import set_cpu_threads
+
+    set_cpu_threads(job.engine, job.config)
     model: _Model = _Reference(job) if path == "reference" else _Fast(job)
     values: dict[str, Tensor] = {}
     with torch.inference_mode():
