@@ -20,6 +20,24 @@ def test_the_cpu_says_what_it_is() -> None:
         assert torch.ones(2, device=device.torch_device).sum().item() == 2.0
 
 
+def test_freed_memory_stays_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks below 32 MiB come from the heap, and the heap keeps 64 MiB (glibc's parameters)."""
+    calls: list[tuple[int, int]] = []
+
+    class Library:
+        def mallopt(self, parameter: int, value: int) -> None:
+            calls.append((parameter, value))
+
+    monkeypatch.setattr("ctypes.CDLL", lambda _: Library())
+    pick_device("cpu")
+    assert calls == [(-3, 32 << 20), (-1, 64 << 20)]
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda _: object())
+    assert pick_device("cpu").capability.arch == "cpu"
+
+
 def test_auto_takes_what_is_there() -> None:
     want = "cuda" if cuda_count() else "cpu"
     assert pick_device().torch_device.type == pick_device("auto").torch_device.type == want
