@@ -38,10 +38,16 @@ def _lookup(name: str, rows: int, dim: int, columns: int, dtype: torch.dtype) ->
     return Case(op="engram_lookup", name=name, build=build, rows=(2,), tolerance=0.0)
 
 
-def _gate(name: str, streams: int, dim: int, dtype: torch.dtype, scale: float = 1.0) -> Case:
+def _gate(
+    name: str, streams: int, dim: int, dtype: torch.dtype, scale: float = 1.0, silent: bool = False
+) -> Case:
+    """`silent`: every key is 0, so that the floor below the square root decides."""
+
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         x = normal(generator, num_rows, streams, dim, dtype=dtype)
         kv = normal(generator, num_rows, (streams + 1) * dim, dtype=dtype, scale=scale)
+        if silent:
+            kv[:, : streams * dim] = 0.0
         return x, kv, 1.0 + normal(generator, streams, dim, scale=0.1), 1e-20
 
     return Case(op="engram_gate", name=name, build=build, rows=(0, 1), row_flops=8 * streams * dim)
@@ -56,4 +62,5 @@ CASES: Final = (
     _gate("four streams", 4, 64, torch.bfloat16),
     _gate("small values", 4, 64, torch.bfloat16, 1e-6),
     _gate("three streams, strict", 3, 80, torch.float32),
+    _gate("keys of zero, strict", 4, 64, torch.float32, silent=True),
 )
