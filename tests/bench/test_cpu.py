@@ -35,7 +35,7 @@ def records() -> list[Record]:
 def test_every_figure_is_there_once(records: list[Record]) -> None:
     names = [record.figure.name for record in records]
     assert names == [
-        "decode_1", "decode_2", "prefill_5", "overhead_2", "load", "peak_memory",
+        "decode_1", "decode_2", "prefill_5", "overhead_2", "import", "load", "peak_memory",
     ]  # fmt: skip
     for record in records:
         assert len(record.figure.values) == 2

@@ -299,6 +299,14 @@ def _spelled(value: object) -> str:
 def _load_figures(loads: Sequence[Mapping[str, float]]) -> list[Figure]:
     return [
         Figure(
+            name="import",
+            unit="s",
+            better="lower",
+            values=_rounded([load["import_s"] for load in loads]),
+            warmup=0,
+            how="importing the engine and torch in a fresh process",
+        ),
+        Figure(
             name="load",
             unit="s",
             better="lower",
