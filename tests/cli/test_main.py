@@ -70,6 +70,26 @@ def test_closed_pipe_is_quiet() -> None:
     assert piped.stderr == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("redirect", "code", "out", "err"),
+    [
+        ("config --set=a >&-", 1, "", "stdout is closed"),
+        ("config --set=a 2>&-", 2, "", ""),
+        ("config --set=a 2>/dev/full", 2, "", ""),
+        ("config >/dev/full", 1, "", "No space left"),
+        ("generate --model demo --prompt-file - <&-", 1, "", "stdin is closed"),
+    ],
+)
+def test_streams_that_are_closed_or_full(redirect: str, code: int, out: str, err: str) -> None:
+    command = f"{sys.executable} -m deepinfer.cli.main {redirect}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=120, encoding="utf-8"
+    )
+    assert (done.returncode, done.stdout) == (code, out)
+    assert err in done.stderr and "Traceback" not in done.stderr
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"deepinfer {deepinfer.__version__}\n"
@@ -114,6 +134,7 @@ def test_an_absent_command_breaks_no_other(
         ["config", "--set", "overlap"],
         ["config", "--set", "numerics.mode=fast"],
         ["config", "--config", "/nowhere.toml"],
+        ["config", "--set", "parallel.cpu_threads=100000"],
     ],
     ids=" ".join,
 )

@@ -32,7 +32,9 @@ def test_writes_once_and_again_by_force(tmp_path: Path, capsys: pytest.CaptureFi
     assert call(*argv, "--force") == 0
 
 
-@pytest.mark.parametrize("argv", [["--seed", "1"], ["--config", "x"], ["--seed", "one"]])
+@pytest.mark.parametrize(
+    "argv", [["--seed", "1"], ["--config", "x"], ["--seed", "one"], ["--seed=-1"]]
+)
 def test_usage_errors(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         call(*argv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from deepinfer.config.engine import EngineConfig
@@ -20,6 +21,7 @@ __all__ = [
     "note",
     "parse_ids",
     "positive",
+    "tell",
 ]
 
 SubParsers = argparse._SubParsersAction  # the only name that argparse has for it
@@ -39,7 +41,14 @@ class Parser(argparse.ArgumentParser):
 
 def note(text: str) -> None:
     """Print a line for people: on stderr, so that stdout holds results only."""
-    print(text, file=sys.stderr, flush=True)
+    tell(text + "\n")
+
+
+def tell(text: str) -> None:
+    """Write to stderr, line breaks included; a stderr that cannot be written to costs no result."""
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -163,6 +163,8 @@ def _prompts(given: Sequence[tuple[str, Any]]) -> list[str | list[int]]:
 
 def _read_prompt(name: str) -> str:
     """Read a prompt file; raises RequestError when that fails."""
+    if name == "-" and sys.stdin is None:
+        raise RequestError("cannot read --prompt-file -: stdin is closed")
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
         text = data.decode("utf-8")

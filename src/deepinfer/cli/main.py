@@ -73,6 +73,11 @@ def build_parser(command: str | None = None) -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, `sys.argv` by default, and return its exit code."""
+    if sys.stderr is None:  # closed by the caller; what was meant for it must not go to stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # open to the end of the process
+    if sys.stdout is None:
+        note("deepinfer: stdout is closed, and results go there: open it, or use > /dev/null")
+        return FAILED
     for stream in (sys.stdout, sys.stderr):
         _make_printable(stream)
     with warnings.catch_warnings():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from deepinfer.cli.common import note
+from deepinfer.cli.common import note, tell
 from deepinfer.engine.request import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ class Meter:
             return
         filled = _BAR_WIDTH * done // max(total, 1)
         line = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {told}"
-        print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
+        tell("\r" + line.ljust(self._width))
         self._width = len(line)
 
     def close(self) -> None:
         """Remove the bar."""
         if self._width:
-            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
+            tell("\r" + " " * self._width + "\r")
             self._width = 0

@@ -19,10 +19,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Its activations stay finite; its texts mean nothing.",
     )
     parser.add_argument("--config", required=True, help="config.json, or the folder that holds one")
-    parser.add_argument("--seed", type=int, required=True, help="the same seed, the same bytes")
+    parser.add_argument("--seed", type=_seed, required=True, help="the same seed, the same bytes")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--force", action="store_true", help="replace a checkpoint in DIR")
     parser.set_defaults(func=run)
+
+
+def _seed(text: str) -> int:
+    """Read an integer >= 0; raises argparse.ArgumentTypeError otherwise."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer >= 0")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -320,7 +320,9 @@ class ParallelConfig(_Group):
     engram: int = field(default=1, metadata=_about("ranks that share the Engram tables", 1))
     cpu_threads: int | Literal["auto"] = field(
         default="auto",
-        metadata=_about("threads of one operation on a CPU; auto = 1 where a model is small", 1),
+        metadata=_about(
+            "threads of one operation on a CPU; auto = 1 where a model is small", 1, 1024
+        ),
     )
 
 
