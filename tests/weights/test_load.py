@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepinfer.weights.load import TensorSource, find_nonfinite
+from deepinfer.errors import CheckpointError
+from deepinfer.weights.load import TensorSource, check_steering, find_nonfinite
 from deepinfer.weights.reader import Checkpoint
 
 if TYPE_CHECKING:
@@ -104,6 +105,22 @@ def test_nonfinite_weights_are_named(damaged: Make, name: str, at: int, value: b
     folder = damaged()
     poke(folder, name, at, value)
     assert find_nonfinite(Checkpoint.open(folder.write())) == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layers.2.ffn.gate.bias", np.float32("nan").tobytes()),
+        ("layers.2.attn.indexer.wk.weight", b"\xc0\x7f"),
+        ("layers.2.attn.indexer.wq_b.scale", b"\xff"),
+    ],
+)
+def test_steering_weights_must_be_finite(damaged: Make, name: str, value: bytes) -> None:
+    folder = damaged()
+    check_steering(Checkpoint.open(folder.write()))
+    poke(folder, name, 0, value)
+    with pytest.raises(CheckpointError, match=name):
+        check_steering(Checkpoint.open(folder.write()))
 
 
 def test_largest_finite_codes_pass(damaged: Make) -> None:

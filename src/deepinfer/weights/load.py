@@ -6,6 +6,7 @@ crash. `copy` and `stack` make writable tensors and give the source's pages back
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.errors import CheckpointError
 from deepinfer.weights.reader import Checkpoint
 
-__all__ = ["TORCH_DTYPES", "TensorSource", "find_nonfinite"]
+__all__ = ["TORCH_DTYPES", "TensorSource", "check_steering", "find_nonfinite"]
 
 # Stored type -> the dtype it is handed out in; scales and packed FP4 pairs stay bytes.
 TORCH_DTYPES: Final = {
@@ -107,16 +109,36 @@ class TensorSource:
         return self._files[path]
 
 
-def find_nonfinite(checkpoint: Checkpoint, limit: int = 8) -> list[str]:
+def check_steering(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for NaN or infinity in weights that only steer a choice.
+
+    Selection biases and indexers choose experts and positions; their values reach no activation, so
+    nothing later could tell the wrong choice. All other damage shows in the logits.
+    """
+    steering = re.compile(r"layers\.\d+\.(ffn\.gate\.bias|attn\.indexer\..*)")
+    bad = find_nonfinite(checkpoint, only=steering)
+    if bad:
+        raise CheckpointError(
+            f"the weights in {checkpoint.folder} are damaged: copy them again",
+            [f"{name} holds NaN or infinity" for name in bad],
+        )
+
+
+def find_nonfinite(
+    checkpoint: Checkpoint, limit: int = 8, only: re.Pattern[str] | None = None
+) -> list[str]:
     """Return the first `limit` tensors that hold a NaN or infinity, in model order.
 
-    Reads the whole checkpoint once, a piece at a time: the e4m3 codes 0x7F and 0xFF, the ue8m0 code
+    only  which names to look at, the whole name; all of them by default
+    Reads these tensors once, a piece at a time: the e4m3 codes 0x7F and 0xFF, the ue8m0 code
     0xFF, and the non-finite values of BF16 and F32. FP4 has none.
     """
     found: list[str] = []
     for name, tensor in checkpoint.tensors.items():
         if len(found) >= limit:
             break
+        if only is not None and only.fullmatch(name) is None:
+            continue
         file = checkpoint.mapped(tensor.path)
         for begin in range(0, tensor.nbytes, _CHUNK_BYTES):
             size = min(_CHUNK_BYTES, tensor.nbytes - begin)
