@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from toy import BLOCK, ToyRunner, expected_tokens
 
 from deepinfer.config.engine import EngineConfig
@@ -109,6 +110,8 @@ PARAMS = SamplingParams(seed=3, max_tokens=6)
         ((5, 6), [[5, 6]]),
         (np.array([5, 6, 7], np.int32), [[5, 6, 7]]),
         (np.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]]),
+        (torch.tensor([5, 6, 7]), [[5, 6, 7]]),
+        ([torch.tensor([5, 6]), [7]], [[5, 6], [7]]),
         (["ab", "c"], [[97, 98], [99]]),
         ([[5], (6, 7), np.array([8])], [[5], [6, 7], [8]]),
         (["a", [5, 6]], [[97], [5, 6]]),
@@ -137,6 +140,9 @@ def test_inputs(llm: ToyLLM, prompts: object, ids: list[list[int]]) -> None:
         (7.5, "invalid_request", "float"),
         (np.zeros((2, 2), np.int64), "invalid_request", "dimension"),
         (np.array([1.0]), "invalid_request", "float64"),
+        (torch.tensor([1.5]), "invalid_request", "float32"),
+        (torch.tensor(5), "invalid_request", "0-dimensional"),
+        (torch.tensor([1.5], requires_grad=True), "invalid_request", "integers"),
         ([5] * (MAX_LEN + 1), "prompt_length_exceeded", "max_model_len"),
     ],
 )
@@ -297,6 +303,28 @@ def test_a_broken_progress_callback_does_not_stop_the_run(llm: ToyLLM) -> None:
     assert len(llm.generate([[5], [6]], PARAMS, progress=broken)) == 2
 
 
+@pytest.mark.parametrize(
+    "call",
+    [lambda llm: llm.generate([7]), lambda llm: llm.step(), lambda llm: llm.close()],
+    ids=["generate", "step", "close"],
+)
+def test_a_progress_callback_cannot_run_the_engine(
+    llm: ToyLLM, call: Callable[[ToyLLM], object]
+) -> None:
+    refused: list[Exception] = []
+
+    def progress(state: Progress) -> None:
+        with pytest.raises(UnsupportedError, match="inside generate") as caught:
+            call(llm)
+        refused.append(caught.value)
+
+    results = llm.generate([[5], [6]], PARAMS, progress=progress)
+    assert refused and [list(r.token_ids) for r in results] == [
+        expected(r.prompt_token_ids, PARAMS) for r in results
+    ]
+    assert llm.generate([[5]], PARAMS)[0].error is None
+
+
 def test_interrupt_keeps_what_is_finished(llm: ToyLLM) -> None:
     params = [SamplingParams(seed=3, max_tokens=n, ignore_eos=True) for n in (2, 40, 40, 40, 40)]
     steps = 0
@@ -380,5 +408,14 @@ def test_unknown_model_and_device(tmp_path: Path) -> None:
         LLM(tmp_path)
     with pytest.raises(ConfigError, match="auto, cpu, cuda"):
         LLM("demo", device="abacus")
+    with pytest.raises(ConfigError, match="auto, cpu, cuda"):
+        LLM("demo", device=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="does not exist"):
+        LLM("")
+    for model in (None, 5):
+        with pytest.raises(ConfigError, match="model must be a folder"):
+            LLM(model)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="mapping of dotted keys, not int"):
+        LLM("demo", config=5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"scheduling\.max_num_seqs"):
         LLM("demo", config={"max_num_seqs": 3})

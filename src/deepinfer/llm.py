@@ -45,7 +45,7 @@ from deepinfer.engine.text import TextStream
 from deepinfer.errors import ConfigError, TokenizerError, UnsupportedError
 from deepinfer.model.fast.model import FastModel
 from deepinfer.sampling.sampler import Sampler
-from deepinfer.weights.load import find_nonfinite
+from deepinfer.weights.load import check_steering, find_nonfinite
 from deepinfer.weights.reader import Checkpoint
 
 __all__ = ["DEMO_WEIGHTS_ARE_RANDOM", "LLM", "Interrupted", "Progress", "set_cpu_threads"]
@@ -125,6 +125,11 @@ class LLM:
         self._loop: EngineLoop | None = None
         if isinstance(config, EngineConfig):
             self.config = config
+        elif not isinstance(config, Mapping | None):
+            raise ConfigError(
+                "config must be an EngineConfig or a mapping of dotted keys, "
+                f"not {type(config).__name__}"
+            )
         else:
             self.config = load_engine_config(values=config)
         self.path: Path = resolve_model(model)
@@ -155,6 +160,7 @@ class LLM:
                 "token map: put tokenizer.json into the folder"
             )
         checkpoint = Checkpoint.open(self.path)
+        check_steering(checkpoint)
         model = FastModel.load(
             checkpoint, config.numerics, device, token_map, config.weights.dequantized_bytes
         )
@@ -211,6 +217,7 @@ class LLM:
         executor.start()
         self._loop = EngineLoop(scheduler, executor)
         self._next_id = 0
+        self._in_generate = False
         self._live: dict[int, SamplingParams] = {}
         self._outbox: list[Completion] = []
 
@@ -235,13 +242,14 @@ class LLM:
         A prompt that cannot run has a completion with `error` set, and the others run. Raises
         RequestError when the arguments as a whole do not fit together, and Interrupted on Ctrl-C.
         """
-        loop = self._open_loop()
+        loop = self._free_loop()
         entries = split_prompts(prompts)
         params = match_params(sampling_params, len(entries))
         first_id = self._next_id
         done: dict[int, Completion] = {}
         interrupted = False
         start_tokens = loop.scheduler.num_generated
+        self._in_generate = True
         try:
             for index, prompt in enumerate(entries):
                 self._submit(index, prompt, params[index], streams=False)
@@ -253,6 +261,7 @@ class LLM:
         except KeyboardInterrupt:
             interrupted = True
         finally:
+            self._in_generate = False
             for request_id in range(first_id, self._next_id):
                 loop.cancel(request_id)
             self._collect(loop.take_finished(), first_id, done)
@@ -284,7 +293,7 @@ class LLM:
             for index, prompt in enumerate(entries):
                 mine.add(self._submit(index, prompt, params[index], streams=True))
             while mine:
-                self._outbox += self._texts(loop.step())
+                self._outbox += self._texts(self._free_loop().step())
                 for chunk in loop.take_chunks(frozenset(mine)):
                     if chunk.completion is not None:
                         mine.discard(chunk.request_id)
@@ -305,7 +314,7 @@ class LLM:
 
     def step(self) -> list[Completion]:
         """Run one step over everything submitted; return what has finished since the last call."""
-        loop = self._open_loop()
+        loop = self._free_loop()
         finished = self._texts(loop.step())
         finished, self._outbox = self._outbox + finished, []
         return finished
@@ -321,6 +330,8 @@ class LLM:
 
     def close(self) -> None:
         """Drop unfinished requests, weights and caches; closing again does nothing."""
+        if self._loop is not None:
+            self._free_loop()
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.stop()
@@ -342,6 +353,16 @@ class LLM:
         if self._loop is None:
             raise UnsupportedError("this LLM is closed: build a new one")
         return self._loop
+
+    def _free_loop(self) -> EngineLoop:
+        """Return the loop for a call that runs or ends it: not while `generate` waits on it."""
+        loop = self._open_loop()
+        if self._in_generate:
+            raise UnsupportedError(
+                "this LLM is inside generate: neither its progress callback nor another thread can "
+                "run or close it; build a second LLM for that"
+            )
+        return loop
 
     def _submit(self, index: int, prompt: object, params: SamplingParams, streams: bool) -> int:
         loop = self._open_loop()

@@ -22,6 +22,8 @@ BAD = [
     {"top_k": 0},
     {"top_k": -2},
     {"top_k": 2.5},
+    {"temperature": 10**400},
+    {"logit_bias": {1: -(10**400)}},
     {"max_tokens": -1},
     {"max_tokens": 2**31},
     {"max_tokens": 1.0},

@@ -243,6 +243,11 @@ def test_masks_and_forced_ids() -> None:
         10, SlotParams(temperature=0.0, num_prompt_tokens=5, forced_ids=(3, 9)), banned=(1,)
     )
     assert [int(forced.sample(logits, [1], [p]).token_ids) for p in (5, 6, 7)] == [3, 9, 4]
+    huge = {0: 1e300} | dict.fromkeys(range(1, 10), -1e300)
+    far = make(10, SlotParams(temperature=0.0, logit_bias=huge, logprobs=True))
+    drawn = far.sample(logits, [1], [0])
+    assert drawn.token_ids.tolist() == [0]
+    assert drawn.logprobs is not None and drawn.logprobs.tolist() == [0.0]  # not NaN
     biased = make(10, SlotParams(temperature=0.0, logit_bias={0: 50.0, 1: -50.0}))
     assert int(biased.sample(logits, [1], [0]).token_ids) == 0
 

@@ -76,10 +76,12 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
     """
     if model == DEMO_MODEL:
         return Path(str(files("deepinfer") / "data" / "alpha"))
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model must be a folder or '{DEMO_MODEL}', not {type(model).__name__}")
     path = Path(model).expanduser()
-    if path.is_dir():
+    if str(model) and path.is_dir():
         return path
-    what = "is a file" if path.exists() else "does not exist"
+    what = "is a file" if path.is_file() else "does not exist"
     raise ConfigError(
         f"model '{model}' {what}; expected a checkpoint folder with a config.json, "
         f"or '{DEMO_MODEL}'"

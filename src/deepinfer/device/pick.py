@@ -23,9 +23,9 @@ def pick_device(name: str = "auto") -> Device:
         return CudaDevice(0) if cuda_count() else CpuDevice()
     if name == "cpu":
         return CpuDevice()
-    if name.startswith("ascend"):
+    if str(name).startswith("ascend"):
         refuse_ascend()
-    found = re.fullmatch(r"cuda(?::(\d+))?", name)
+    found = re.fullmatch(r"cuda(?::(\d+))?", str(name))
     if found:
         return CudaDevice(int(found[1] or 0))
     raise ConfigError(f"device: found {name!r}, expected auto, cpu, cuda or cuda:N")

@@ -36,14 +36,25 @@ def split_prompts(prompts: Prompts) -> list[object]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim <= 1 else list(prompts)
+    array = _as_array(prompts)
+    if isinstance(array, np.ndarray):
+        return [array] if array.ndim <= 1 else list(array)
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | dict):
         raise RequestError(
             f"prompts must be text, token ids, or a list of these, not {type(prompts).__name__}"
         )
     entries: list[object] = list(prompts)
     return [entries] if entries and all(isinstance(e, Integral) for e in entries) else entries
+
+
+def _as_array(value: object) -> object:
+    """Turn what numpy can read as an array, such as a tensor, into one; leave all else."""
+    if isinstance(value, str | Integral) or not hasattr(value, "__array__"):
+        return value
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # on another device, or it needs a gradient
+        return value
 
 
 def match_params(
@@ -86,6 +97,7 @@ def check_prompt(
             return tuple(encode(prompt))
         except DeepInferError as error:
             return BadPrompt(str(error))
+    prompt = _as_array(prompt)
     if isinstance(prompt, np.ndarray):
         if prompt.ndim != 1 or not (prompt.size == 0 or np.issubdtype(prompt.dtype, np.integer)):
             return BadPrompt(

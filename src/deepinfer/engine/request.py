@@ -47,7 +47,13 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Tell whether a value is a finite number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +111,7 @@ class SamplingParams:
 
         def number(name: str, accepted: str, low: float, high: float) -> None:
             value = getattr(self, name)
-            ok = _is_number(value) and math.isfinite(value) and low <= value <= high
+            ok = _is_number(value) and low <= value <= high
             if need(ok, name, accepted):
                 put(name, float(value))
 
@@ -180,8 +186,7 @@ class SamplingParams:
                 )
         bias = self.logit_bias
         if isinstance(bias, Mapping) and all(
-            _is_integer(i) and i >= 0 and _is_number(b) and math.isfinite(b)
-            for i, b in bias.items()
+            _is_integer(i) and i >= 0 and _is_number(b) for i, b in bias.items()
         ):
             object.__setattr__(self, "logit_bias", {int(i): float(b) for i, b in bias.items()})
         else:

@@ -220,7 +220,8 @@ class Scheduler:
         if length > self.limits.max_model_len:
             return (
                 f"the prompt has {length} tokens, the limit is {self.limits.max_model_len}: "
-                "shorten it or raise scheduling.max_model_len"
+                "shorten it, or raise scheduling.max_model_len, or the cache.num_blocks that it "
+                "follows"
             )
         needed = self._blocks_needed(request)
         if needed > self._blocks.capacity:

@@ -120,7 +120,8 @@ def _num_blocks(
                     f"free memory: {available_bytes} bytes",
                     slots_told,
                     f"blocks: {(given + 1) * block_bytes} bytes for {given + 1}",
-                    "lower cache.num_blocks, cache.memory_bytes or scheduling.max_num_seqs",
+                    "lower cache.num_blocks, cache.memory_bytes, cache.max_rollback "
+                    "or scheduling.max_num_seqs",
                 ],
             )
         return given
@@ -133,7 +134,8 @@ def _num_blocks(
                 f"of which cache.memory_fraction allows {cache.memory_fraction:g}",
                 slots_told,
                 f"blocks: {block_bytes} bytes each, at least two",
-                "lower scheduling.max_num_seqs or raise cache.memory_fraction",
+                "lower scheduling.max_num_seqs, cache.max_rollback or cache.tokens_per_block, "
+                "or raise cache.memory_fraction",
             ],
         )
     per_sequence = -(-longest // cache.tokens_per_block)

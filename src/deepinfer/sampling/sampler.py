@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 LOGPROB_FLOOR = -9999.0
+_MOST_BIAS = 1e30  # more would become infinite in fp32, and a difference of two of them NaN
 _MASS_ONE = 2.0**31  # fixed point of the likeliest token's mass
 _HOPELESS = MIN_LOG_NOISE - MAX_LOG_NOISE - 0.1  # a logit this far below the largest never wins
 
@@ -176,7 +177,9 @@ class Sampler:
             self._bias[slot] = (
                 torch.tensor(list(params.logit_bias), dtype=torch.int64, device=self._device),
                 torch.tensor(
-                    list(params.logit_bias.values()), dtype=torch.float32, device=self._device
+                    [max(-_MOST_BIAS, min(b, _MOST_BIAS)) for b in params.logit_bias.values()],
+                    dtype=torch.float32,
+                    device=self._device,
                 ),
             )
 
