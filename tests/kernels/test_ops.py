@@ -82,7 +82,9 @@ def test_every_implementation_equals_the_reference(case: Case, seed: int) -> Non
                 assert same_bits(a, b), implementation.name
 
 
-def test_a_row_has_the_same_bits_in_any_batch(case: Case, seed: int) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_has_the_same_bits_in_any_batch(case: Case, threads: int, seed: int) -> None:
+    torch.set_num_threads(threads)
     arguments = build(case, BATCH, seed)
     op = getattr(OPS, case.op)
     together = tensors(op(*arguments))

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["ROW_BLOCK", "matmul_rows", "sigmoid", "sum_in_order"]
+__all__ = ["ROW_BLOCK", "bmm_rows", "matmul_rows", "sigmoid", "sum_in_order"]
 
 ROW_BLOCK: Final = 16
 
@@ -35,6 +35,17 @@ def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
         rows = slice(start, start + ROW_BLOCK)
         torch.mm(x[rows], transposed, out=out[rows])
     return out[:num_rows]
+
+
+def bmm_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply x [T, H, K] by y [T, K, N], both fp32, row by row; returns [T, H, N] fp32.
+
+    A single row is computed twice where H is no multiple of 4: alone, the library divides its heads
+    among threads, and 5, 6, 7 or 10 of them then have other bits than among other rows.
+    """
+    if x.shape[0] == 1 and x.shape[1] % 4:
+        return torch.bmm(x.expand(2, -1, -1), y.expand(2, -1, -1))[:1]
+    return torch.bmm(x, y)
 
 
 def sum_in_order(x: Tensor, dim: int) -> Tensor:

@@ -79,6 +79,8 @@ CASES: Final = (
     _case("prefill window and selection", 4, 128, 128, 16, sliding=True, absent=0.2),
     _case("decode", 4, 128, 128, 16, gathered=True, absent=0.2),
     _case("narrow window", 3, 64, 48, 24, absent=0.3),
+    _case("six heads", 6, 128, 48, 12, sliding=True, absent=0.2),
+    _case("six heads, strict", 6, 128, 48, 12, dtype=torch.float32, gathered=True),
     _case("wide heads", 2, 512, 128, 16, sliding=True),
     _case("steep scores", 4, 64, 100, 0, absent=0.1, spread=12.0),
     _case("mostly absent", 2, 32, 70, 70, absent=0.95),

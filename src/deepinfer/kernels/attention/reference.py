@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from deepinfer.kernels.rows import bmm_rows
+
 SLOT_BLOCK: Final = 64
 _KEY_BLOCK: Final = 16  # products over fewer keys take another routine, with other bits
 _ROW_TILE: Final = 32  # rows whose entries are gathered together; changes no bit
@@ -29,7 +31,7 @@ def sparse_attention(
     absent = F.pad(slots < 0, (0, -slots.shape[1] % SLOT_BLOCK), value=True)
     present = torch.unflatten(~absent, 1, (-1, SLOT_BLOCK)).any(-1)
     queries = q.float()
-    out = torch.empty_like(queries)
+    out = torch.zeros_like(queries)
     # An absent slot reads some entry, maybe another sequence's: with a weight of 0, that changes
     # nothing as long as the entry is finite.
     blank = not (_finite(window_kv) and (main_kv is None or _finite(main_kv)))
@@ -38,10 +40,10 @@ def sparse_attention(
         parts = [_gather(window_kv, window_idx, rows)]
         if main_kv is not None and main_idx is not None:
             parts.append(_gather(main_kv, main_idx, rows))
-        blocks = _blocks(parts)
-        used = present[rows].any(0).tolist()
-        kept = [(i, block) for i, block in enumerate(blocks) if used[i]]
-        out[rows] = _attend(queries[rows], kept, absent[rows], sink, scale, round_weights, blank)
+        used = present[rows].any(0).nonzero().flatten().tolist()
+        if used:
+            args = parts, absent[rows], used, sink, scale, round_weights, blank
+            out[rows] = _attend(queries[rows], *args)
     return out.to(q.dtype)
 
 
@@ -73,46 +75,49 @@ def _gather(entries: Tensor, idx: Tensor, rows: slice) -> Tensor:
     return held.view(num_rows, num_slots, -1)
 
 
-def _blocks(parts: list[Tensor]) -> list[Tensor]:
-    """Cut joined slots into blocks of 64, copying only where a block joins two parts."""
-    if len(parts) == 2 and parts[0].shape[1] % SLOT_BLOCK:
-        parts = [torch.cat(parts, dim=1)]
-    return [block for part in parts for block in torch.split(part, SLOT_BLOCK, dim=1)]
-
-
 def _attend(
     queries: Tensor,
-    blocks: list[tuple[int, Tensor]],
+    parts: list[Tensor],
     absent: Tensor,
+    used: list[int],
     sink: Tensor,
     scale: float,
     round_weights: bool,
     blank: bool,
 ) -> Tensor:
-    """Attend some rows to their blocks, given with their numbers; `blank` empties absent slots.
+    """Attend some rows to their entries; `blank` empties absent slots.
 
-    Blocks without any entry change nothing and are left out; the last block may be short.
+    The maximum so far is known for all blocks before the sums begin. Blocks without any entry, all
+    but `used`, change nothing and are left out of the sums.
     """
-    peak = queries.new_full((*queries.shape[:2], 1), -1e30)
-    total = torch.zeros_like(peak)
-    acc = torch.zeros_like(queries)
-    for number, keys in blocks:
-        hidden = absent[:, number * SLOT_BLOCK : (number + 1) * SLOT_BLOCK].unsqueeze(1)
-        if keys.shape[1] % _KEY_BLOCK:
-            keys = F.pad(keys, (0, 0, 0, -keys.shape[1] % _KEY_BLOCK))
+    if len(parts) == 2 and parts[0].shape[1] % SLOT_BLOCK:
+        parts = [torch.cat(parts, dim=1)]
+    keys: list[Tensor] = []  # by block
+    dots: list[Tensor] = []
+    for part in parts:
+        if part.shape[1] % _KEY_BLOCK:
+            part = F.pad(part, (0, 0, 0, -part.shape[1] % _KEY_BLOCK))
         if blank:
-            keys = keys.masked_fill(hidden[..., : keys.shape[1]].transpose(1, 2), 0.0)
-        scores = torch.bmm(queries, keys.transpose(1, 2)) * scale
-        if keys.shape[1] < SLOT_BLOCK:
-            scores = F.pad(scores, (0, SLOT_BLOCK - keys.shape[1]))
-        scores.masked_fill_(hidden, -math.inf)
-        new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
-        weights = torch.exp(scores - new_peak)
-        decay = torch.exp(peak - new_peak)
-        total = total * decay + weights.sum(-1, keepdim=True)
-        weights = weights[..., : keys.shape[1]]
-        if round_weights:
-            weights = weights.bfloat16().float()
-        acc = acc * decay + torch.bmm(weights, keys)
-        peak = new_peak
-    return acc / (total + torch.exp(sink[:, None] - peak))
+            start = len(keys) * SLOT_BLOCK
+            hidden = absent[:, start : start + part.shape[1]]
+            part = part.masked_fill(hidden.unsqueeze(-1), 0.0)
+        dots.append(bmm_rows(queries, part.transpose(1, 2)))
+        keys.extend(torch.split(part, SLOT_BLOCK, dim=1))
+    scores = dots[0] if len(dots) == 1 else torch.cat(dots, dim=2)
+    if scores.shape[2] % SLOT_BLOCK:
+        scores = F.pad(scores, (0, -scores.shape[2] % SLOT_BLOCK))
+    scores = scores.mul_(scale).masked_fill_(absent.unsqueeze(1), -math.inf)
+    scores = scores.view(*scores.shape[:2], -1, SLOT_BLOCK)
+    peak = scores.amax(-1).clamp_(min=-1e30).cummax(-1).values
+    weights = scores.sub_(peak.unsqueeze(-1)).exp_()
+    sums = weights.sum(-1)
+    fade = torch.exp(F.pad(peak[..., :-1], (1, 0), value=-1e30) - peak)
+    if round_weights:
+        weights = weights.bfloat16().float()
+    total, acc = torch.zeros_like(sums[..., 0]), torch.zeros_like(queries)
+    for block in used:  # the maximum stays over the blocks between
+        total = total * fade[..., block] + sums[..., block]
+        value = bmm_rows(weights[:, :, block, : keys[block].shape[1]], keys[block])
+        acc = acc.mul_(fade[..., block, None]).add_(value)
+    total = total + torch.exp(sink - peak[..., -1])
+    return acc.div_(total.unsqueeze(-1))

@@ -43,6 +43,7 @@ CASES: Final = (
     _case("few keys", 8, 128, 5, "reference"),
     _case("many keys", 8, 128, 300, "reference"),
     _case("own keys", 4, 64, 70, "reference", own=True),
+    _case("six heads", 6, 64, 70, "reference"),
     _case("rounded once", 8, 128, 130, "final"),
     _case("strict", 3, 96, 65, "none", torch.float32),
     _case("strict, own keys", 3, 96, 65, "none", torch.float32, own=True),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepinfer.kernels.rows import sum_in_order
+from deepinfer.kernels.rows import bmm_rows, sum_in_order
 
 _KEY_BLOCK: Final = 64
 
@@ -23,7 +23,7 @@ def index_score(q: Tensor, weight: Tensor, keys: Tensor, rounding: str) -> Tenso
     keys = F.pad(keys, (0, 0, 0, -num_keys % _KEY_BLOCK)).expand(q.shape[0], -1, -1)
     queries, factor = q.float(), weight.float().unsqueeze(-1)
     blocks = torch.split(keys, _KEY_BLOCK, dim=1)
-    dots = torch.cat([torch.bmm(queries, block.transpose(1, 2)) for block in blocks], dim=2)
+    dots = torch.cat([bmm_rows(queries, block.transpose(1, 2)) for block in blocks], dim=2)
     if rounding == "reference":
         scores = sum_in_order(_bf16(_bf16(dots).clamp_(min=0.0) * factor), 1)
     else:
