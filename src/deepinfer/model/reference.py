@@ -67,6 +67,13 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def _bmm(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply row by row; a lone row as one of two, or several threads would change its bits."""
+    if x.shape[0] == 1:
+        return torch.bmm(x.expand(2, -1, -1), y.expand(2, -1, -1))[:1]
+    return torch.bmm(x, y)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide x by its root mean square over the last dimension, times weight; unrounded [A 9]."""
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
@@ -240,14 +247,14 @@ def sparse_attention(
         acc = torch.zeros_like(queries)
         for block in torch.split(slots[rows], SLOT_BLOCK, dim=1):
             keys = entries[block.clamp(min=0)]
-            scores = torch.bmm(queries, keys.transpose(1, 2)) * scale
+            scores = _bmm(queries, keys.transpose(1, 2)) * scale
             scores = scores.masked_fill((block < 0).unsqueeze(1), -math.inf)
             new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
             weights = torch.exp(scores - new_peak)
             decay = torch.exp(peak - new_peak)
             total = total * decay + weights.sum(-1, keepdim=True)
             rounded = weights.bfloat16().float() if round_weights else weights
-            acc = acc * decay + torch.bmm(rounded, keys)
+            acc = acc * decay + _bmm(rounded, keys)
             peak = new_peak
         out[rows] = acc / (total + torch.exp(sink[:, None] - peak))
     return out
@@ -675,7 +682,7 @@ class ReferenceModel:
         for start in range(0, keys.shape[0], SLOT_BLOCK):
             block = keys[start : start + SLOT_BLOCK]
             block = F.pad(block, (0, 0, 0, SLOT_BLOCK - block.shape[0]))
-            dots = torch.bmm(q, block.T.expand(q.shape[0], -1, -1))  # [T, H, 64]
+            dots = _bmm(q, block.T.expand(q.shape[0], -1, -1))  # [T, H, 64]
             dots = inner(dots).clamp(min=0.0)
             columns.append(_sum_in_order(inner(dots * weights.unsqueeze(-1)), 1))
         scores = torch.cat(columns, dim=1) if columns else x.new_empty(x.shape[0], 0)
