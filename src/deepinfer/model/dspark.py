@@ -17,7 +17,7 @@ from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.rope.tables import window_inv_freq
 from deepinfer.model.fast.attention import project, project_entries, project_output
-from deepinfer.model.fast.block import run_block
+from deepinfer.model.fast.block import run_block, start_streams
 from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights, Loader
 
@@ -87,10 +87,7 @@ class DraftModel:
         rows = (last[:, None] + 1 + torch.arange(size, device=device)).flatten()
         ids = torch.full((num, size), config.dspark_noise_token_id, device=device)
         ids[:, 0] = torch.tensor(first_tokens, device=device)
-        stream = self.embed[ids.flatten()].to(self.numerics.dtype)
-        stream = stream.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous()
-        pre = torch.zeros(num * size, config.hc_mult, device=device)
-        pre[:, 0] = 1.0
+        stream, pre = start_streams(self.embed, ids.flatten(), config.hc_mult, self.numerics.dtype)
         rotation = ops.cos_sin(rows, self._inv_freq)
         step = Pass(config, ops, self.numerics, {False: rotation}, None)
         load, index = self._slots(caches, slots, positions)

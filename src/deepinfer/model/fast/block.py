@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from deepinfer.model.fast.moe import moe
 from deepinfer.model.fast.step import Pass
 from deepinfer.model.fast.weights import BlockWeights, HyperWeights
 
-__all__ = ["run_block"]
+__all__ = ["run_block", "start_streams"]
+
+
+def start_streams(
+    embed: Tensor, token_ids: Tensor, num_streams: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return what the first block takes: embeddings copied to all streams, and the mix (1, 0, ..).
+
+    embed [V, C], token_ids [T] int64; returns stream [T, M, C] of `dtype` and pre [T, M] fp32.
+    """
+    stream = embed[token_ids].to(dtype).unsqueeze(1).expand(-1, num_streams, -1).contiguous()
+    pre = torch.zeros(token_ids.shape[0], num_streams, device=embed.device)
+    pre[:, 0] = 1.0
+    return stream, pre
 
 
 def run_block(

@@ -19,7 +19,7 @@ from deepinfer.kernels.rope.tables import compressed_inv_freq, window_inv_freq
 from deepinfer.kernels.rows import sum_in_order
 from deepinfer.model.dspark import DraftModel
 from deepinfer.model.fast.attention import attention
-from deepinfer.model.fast.block import run_block
+from deepinfer.model.fast.block import run_block, start_streams
 from deepinfer.model.fast.engram import EngramHash, add_engram
 from deepinfer.model.fast.inputs import ModelInputs
 from deepinfer.model.fast.step import Numerics, Step
@@ -134,10 +134,9 @@ class FastModel:
         """
         config, ops = self.config, self.ops
         step = self._step(inputs, caches, trace is not None)
-        stream = self.embed[inputs.token_ids].to(self.numerics.dtype)
-        stream = stream.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous()
-        pre = torch.zeros(inputs.num_rows, config.hc_mult, device=self.device)
-        pre[:, 0] = 1.0
+        stream, pre = start_streams(
+            self.embed, inputs.token_ids, config.hc_mult, self.numerics.dtype
+        )
         rows = [] if self._hash is None else self._hash.rows(step)
         taps: list[Tensor] = []
         for layer, block in zip(config.layers, self.blocks, strict=True):
