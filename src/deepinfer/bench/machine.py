@@ -1,4 +1,4 @@
-"""The machine and the software that a figure belongs to, never a host or person (pure)."""
+"""The machine and the software that a figure belongs to, never a host or person."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["describe_machine", "describe_versions", "peak_memory_bytes"]
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _MEMORY_INFO: Final = Path("/proc/meminfo")
 _OWN_STATUS: Final = Path("/proc/self/status")
-_PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors")
+_PACKAGES: Final = ("numpy", "tokenizers", "safetensors")
 
 
 def describe_machine() -> dict[str, str | int]:
@@ -33,12 +33,14 @@ def describe_machine() -> dict[str, str | int]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions that can change a figure."""
+    """Return the versions that can change a figure; torch's with its build, such as +cpu."""
+    import torch  # only here: the package's own version leaves some builds out
+
     found = {"deepinfer": deepinfer.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    return found
+    return found | {"torch": torch.__version__}
 
 
 def peak_memory_bytes() -> int:
