@@ -86,8 +86,16 @@ def real_config_file() -> Path:
 
 
 @pytest.fixture(scope="session")
+def golden_checkpoint() -> Path:
+    """The packaged checkpoint of random weights, to which the recorded values belong."""
+    from deepinfer.config.load import resolve_model
+
+    return resolve_model("golden")
+
+
+@pytest.fixture(scope="session")
 def demo_folder() -> Path:
-    """The packaged checkpoint."""
+    """The packaged checkpoint that is trained."""
     from deepinfer.config.load import resolve_model
 
     return resolve_model("demo")

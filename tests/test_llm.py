@@ -60,7 +60,7 @@ class ToyLLM(LLM):
                 "sampling.banned_token_ids": banned,
             }
         )
-        self.model_config = load_model_config(resolve_model("demo"))
+        self.model_config = load_model_config(resolve_model("golden"))
         self.tokenizer = Letters() if with_text else None  # type: ignore[assignment]
         self.sizes = Sizes(
             num_blocks=40,

@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True, logprobs=
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", device="cpu") as engine:
+    with LLM("golden", device="cpu") as engine:
         yield engine
 
 
@@ -84,7 +84,7 @@ def test_a_request_alone_equals_it_in_a_batch(llm: LLM, together: list[Completio
     ids=str,
 )
 def test_schedules_change_nothing(together: list[Completion], settings: dict[str, object]) -> None:
-    with LLM("demo", device="cpu", config=settings) as other:
+    with LLM("golden", device="cpu", config=settings) as other:
         got = other.generate(*mixed_requests())
     assert [outcome(r) for r in got] == [outcome(r) for r in together]
 
@@ -127,11 +127,11 @@ def poison(folder: Path, name: str, first: int = 0, count: int = 1) -> None:
 
 
 @pytest.fixture
-def copy(tmp_path: Path, demo_folder: Path) -> Path:
+def copy(tmp_path: Path, golden_checkpoint: Path) -> Path:
     """A writable copy of the checkpoint."""
     folder = tmp_path / "copy"
     folder.mkdir()
-    for file in demo_folder.iterdir():
+    for file in golden_checkpoint.iterdir():
         shutil.copyfile(file, folder / file.name)
     return folder
 
@@ -160,8 +160,8 @@ def test_damaged_weights_are_named(copy: Path) -> None:
         assert "layers.3.attn_norm.weight" in (result.error or "")
 
 
-def test_ids_alone_need_no_tokenizer(tmp_path: Path, demo_folder: Path) -> None:
-    config = json.loads((demo_folder / "config.json").read_text())
+def test_ids_alone_need_no_tokenizer(tmp_path: Path, golden_checkpoint: Path) -> None:
+    config = json.loads((golden_checkpoint / "config.json").read_text())
     text = config["text_config"]
     config["text_config"] = {k: v for k, v in text.items() if not k.startswith("engram_")}
     folder = write_synthetic(config, 1, tmp_path / "plain")

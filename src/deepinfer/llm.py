@@ -48,10 +48,7 @@ from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.load import check_steering, find_nonfinite
 from deepinfer.weights.reader import Checkpoint
 
-__all__ = ["DEMO_WEIGHTS_ARE_RANDOM", "LLM", "Interrupted", "Progress", "set_cpu_threads"]
-
-DEMO_WEIGHTS_ARE_RANDOM = True
-"""Whether the model `demo` is untrained; programs that show its text say so."""
+__all__ = ["LLM", "Interrupted", "Progress", "set_cpu_threads"]
 
 _SEARCHED_BYTES = 32 * 2**30
 """Checkpoints above this are not read through for the cause of a bad logit."""
@@ -105,7 +102,7 @@ def _name_nonfinite(checkpoint: Checkpoint) -> str | None:
 class LLM:
     """An offline engine for one checkpoint.
 
-    model    checkpoint folder, or `demo` for the packaged one
+    model    checkpoint folder, or a packaged one: `demo` (trained), `golden` (random weights)
     device   `auto`, `cpu`, `cuda` or `cuda:N`
     config   an EngineConfig, or a mapping of dotted keys (`{"scheduling.max_num_seqs": 8}`); a
              mapping or None also takes what the environment sets

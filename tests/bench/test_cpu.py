@@ -23,13 +23,13 @@ CONFIG = EngineConfig.from_dotted({"scheduling.max_num_seqs": 4})
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", device="cpu", config=CONFIG) as engine:
+    with LLM("golden", device="cpu", config=CONFIG) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    return measure_cpu("demo", CONFIG, 2, TINY)
+    return measure_cpu("golden", CONFIG, 2, TINY)
 
 
 def test_every_figure_is_there_once(records: list[Record]) -> None:
@@ -87,7 +87,7 @@ def test_streams_that_never_run_together_are_refused(llm: LLM) -> None:
 
 def test_a_prompt_beyond_the_limit_is_one_error() -> None:
     config = EngineConfig.from_dotted({"scheduling.max_model_len": 8})
-    with LLM("demo", device="cpu", config=config) as small:
+    with LLM("golden", device="cpu", config=config) as small:
         with pytest.raises(RequestError, match="benchmark"):
             cpu._prefill_time(small, Sizes(prefill=20))
         with pytest.raises(RequestError, match="benchmark"):

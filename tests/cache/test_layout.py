@@ -25,7 +25,7 @@ def real_config(real_config_file: Path) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def demo_config() -> ModelConfig:
-    return load_model_config(resolve_model("demo"))
+    return load_model_config(resolve_model("golden"))
 
 
 @pytest.mark.parametrize(

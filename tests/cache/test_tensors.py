@@ -21,7 +21,7 @@ BLOCKS, SLOTS = 3, 2
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return load_model_config(resolve_model("demo"))
+    return load_model_config(resolve_model("golden"))
 
 
 def allocate(

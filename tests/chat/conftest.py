@@ -16,15 +16,15 @@ from deepinfer.config.model import ModelConfig
 
 
 @pytest.fixture
-def config(demo_folder: Path) -> ModelConfig:
+def config(golden_checkpoint: Path) -> ModelConfig:
     """The packaged checkpoint's config: 288 ids, 237 of them compressed."""
-    return load_model_config(demo_folder)
+    return load_model_config(golden_checkpoint)
 
 
 @pytest.fixture
-def content(demo_folder: Path) -> dict[str, Any]:
+def content(golden_checkpoint: Path) -> dict[str, Any]:
     """The packaged tokenizer.json, to be changed."""
-    found: dict[str, Any] = json.loads((demo_folder / "tokenizer.json").read_text("utf-8"))
+    found: dict[str, Any] = json.loads((golden_checkpoint / "tokenizer.json").read_text("utf-8"))
     return found
 
 

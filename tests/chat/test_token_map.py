@@ -18,11 +18,11 @@ from deepinfer.errors import TokenizerError
 
 
 @pytest.fixture
-def folder(tmp_path: Path, demo_folder: Path) -> Path:
+def folder(tmp_path: Path, golden_checkpoint: Path) -> Path:
     """A model folder that holds the tokenizer only."""
     path = tmp_path / "model"
     path.mkdir()
-    (path / "tokenizer.json").write_bytes((demo_folder / "tokenizer.json").read_bytes())
+    (path / "tokenizer.json").write_bytes((golden_checkpoint / "tokenizer.json").read_bytes())
     return path
 
 
@@ -41,12 +41,12 @@ def forbid_building(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "build_token_map", build)
 
 
-def test_recorded_map(demo_folder: Path, golden_folder: Path, config: ModelConfig) -> None:
+def test_recorded_map(golden_checkpoint: Path, golden_folder: Path, config: ModelConfig) -> None:
     recorded = load_file(golden_folder / "static.safetensors")["token_map"]
-    found = build_token_map(demo_folder / "tokenizer.json", config.vocab_size)
+    found = build_token_map(golden_checkpoint / "tokenizer.json", config.vocab_size)
     assert found.dtype == np.int32 and found.max() + 1 == 237
     np.testing.assert_array_equal(found, recorded)
-    loaded = load_token_map(demo_folder, config)
+    loaded = load_token_map(golden_checkpoint, config)
     assert loaded is not None
     np.testing.assert_array_equal(loaded, recorded)
 

@@ -16,7 +16,7 @@ from deepinfer.config.load import load_model_config, resolve_model
 from deepinfer.config.model import ModelConfig
 from deepinfer.errors import TokenizerError
 
-DEMO = resolve_model("demo")
+DEMO = resolve_model("golden")
 CONFIG = load_model_config(DEMO)
 TOKENIZER = Tokenizer.load(DEMO, CONFIG)
 RAW = RawTokenizer.from_file(str(DEMO / "tokenizer.json"))

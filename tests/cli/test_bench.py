@@ -17,7 +17,7 @@ from deepinfer.errors import ConfigError
 RECORD = Record(
     suite="cpu",
     figure=Figure(name="load", unit="s", better="lower", values=(0.5,), warmup=0, how="x"),
-    model="demo",
+    model="golden",
     when="2026-01-02T03:04:05+00:00",
     threads=1,
 )
@@ -51,7 +51,7 @@ def test_measures_prints_and_appends(
     argv = ["cpu", "--repeat", "3", "--set", "numerics.mode=noq", "--out", str(file)]
     assert call(*argv) == 0
     assert call(*argv) == 0
-    assert asked == [("demo", "noq", 3)] * 2
+    assert asked == [("golden", "noq", 3)] * 2
     assert read(file) == [RECORD, RECORD]
     printed = capsys.readouterr()
     assert "load" in printed.out
@@ -65,7 +65,7 @@ def test_keeps_nothing_unless_asked(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert call("cpu") == 0
-    assert asked == [("demo", "official", 5)]
+    assert asked == [("golden", "official", 5)]
     assert not list(tmp_path.iterdir())
 
 

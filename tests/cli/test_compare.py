@@ -257,7 +257,7 @@ def test_order_and_first_not_finite() -> None:
 def test_reference_against_fast(numerics: str, capsys: pytest.CaptureFixture[str]) -> None:
     ids = ",".join(str(3 + i * 37 % 280) for i in range(12))
     flags = ["--numerics", numerics, "--chunk", "5", "--decode", "1"]
-    assert main(["compare", "--model", "demo", "--token-ids", ids, *flags]) == 0
+    assert main(["compare", "--model", "golden", "--token-ids", ids, *flags]) == 0
     out = capsys.readouterr().out
     assert "A: fast" in out and "B: reference" in out
     assert "equal" in out and "draft_logits" in out
@@ -277,7 +277,7 @@ def test_a_difference_between_the_paths(
         return chosen, weight * 1.01 if len(calls) > 3 else weight
 
     monkeypatch.setattr(reference, "route", wrong)
-    assert main(["compare", "--model", "demo", "--token-ids", "5,6,7"]) == 1
+    assert main(["compare", "--model", "golden", "--token-ids", "5,6,7"]) == 1
     assert "first difference: route_weight of layer 3, position 0" in capsys.readouterr().out
 
 
@@ -288,8 +288,8 @@ def test_a_difference_between_the_paths(
         (["a"], "got 1 files"),
         (["a", "b", "c"], "got 3 files"),
         (["a", "b", "--token-ids", "5"], "--token-ids needs --model"),
-        (["a", "b", "--model", "demo", "--token-ids", "5"], "not both"),
-        (["--model", "demo"], "--model needs --token-ids"),
+        (["a", "b", "--model", "golden", "--token-ids", "5"], "not both"),
+        (["--model", "golden"], "--model needs --token-ids"),
         (["a", "b", "--rtol", "-1"], "expected a number >= 0"),
         (["a", "b", "--atol", "nan"], "expected a number >= 0"),
     ],

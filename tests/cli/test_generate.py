@@ -81,7 +81,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     return Fresh
 
 
-def generate(*argv: str, model: str = "demo") -> int:
+def generate(*argv: str, model: str = "golden") -> int:
     return main(["generate", "--model", model, *argv])
 
 
@@ -298,7 +298,7 @@ def test_ctrl_c_prints_what_is_finished() -> None:
     )
     flags = ["--token-ids", "999", "--token-ids", "5,6", "--json", "--max-tokens", "500"]
     done = subprocess.run(
-        [sys.executable, "-c", code, "generate", "--model", "demo", "--ignore-eos", *flags],
+        [sys.executable, "-c", code, "generate", "--model", "golden", "--ignore-eos", *flags],
         capture_output=True,
         text=True,
         timeout=120,

@@ -55,7 +55,7 @@ def test_json_holds_the_same(real_config_file: Path, capsys: pytest.CaptureFixtu
 
 
 def test_packaged_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    call("demo")
+    call("golden")
     text = capsys.readouterr().out
     assert "834 tensors, 3,912,568 bytes (3.73 MiB) in 2 shards; complete" in text
     assert "712 bytes" in text and "vision, aligner" not in text
@@ -64,7 +64,7 @@ def test_packaged_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
 def test_shares_of_all_ranks_make_up_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
     shares = []
     for rank in range(4):
-        call("demo", "--json", "--rank", str(rank), "--expert-parallel", "4", "--engram-parallel",
+        call("golden", "--json", "--rank", str(rank), "--expert-parallel", "4", "--engram-parallel",
              "4")  # fmt: skip
         shares.append(json.loads(capsys.readouterr().out))
     assert sum(s["rank"]["bytes"]["engram"] for s in shares) == 48_312
@@ -75,10 +75,10 @@ def test_shares_of_all_ranks_make_up_the_whole(capsys: pytest.CaptureFixture[str
     ("argv", "error", "text"),
     [
         (["nowhere"], ConfigError, "does not exist"),
-        (["demo", "--expert-parallel", "3"], ConfigError, "a divisor of the 8 experts"),
-        (["demo", "--expert-parallel", "0"], ConfigError, "found 0, expected an integer >= 1"),
-        (["demo", "--rank", "1"], ConfigError, "rank 1 does not exist"),
-        (["demo", "--rank", "-1"], ConfigError, "rank -1 does not exist"),
+        (["golden", "--expert-parallel", "3"], ConfigError, "a divisor of the 8 experts"),
+        (["golden", "--expert-parallel", "0"], ConfigError, "found 0, expected an integer >= 1"),
+        (["golden", "--rank", "1"], ConfigError, "rank 1 does not exist"),
+        (["golden", "--rank", "-1"], ConfigError, "rank -1 does not exist"),
     ],
 )
 def test_mistakes(argv: list[str], error: type[DeepInferError], text: str) -> None:

@@ -19,7 +19,7 @@ from deepinfer.cli.values import KINDS, LayerIds
 from deepinfer.config.load import load_model_config, resolve_model
 from deepinfer.weights.synth import write_synthetic
 
-CONFIG = load_model_config(resolve_model("demo"))
+CONFIG = load_model_config(resolve_model("golden"))
 BETA = Path(__file__).parents[1] / "data" / "beta" / "config.json"
 DRAFT = CONFIG.dspark_block_size
 
@@ -28,7 +28,7 @@ def joined(ids: Tensor | list[int]) -> str:
     return ",".join(str(int(i)) for i in ids)
 
 
-def trace(out: Path, ids: str, *argv: str, model: str = "demo") -> int:
+def trace(out: Path, ids: str, *argv: str, model: str = "golden") -> int:
     return main(["trace", "--model", model, "--token-ids", ids, "--out", str(out), *argv])
 
 
@@ -234,7 +234,7 @@ def test_chunks_mean_nothing_to_the_reference(
 
 def damaged(folder: Path, name: str) -> Path:
     """Copy the packaged checkpoint with NaN throughout one fp32 tensor."""
-    shutil.copytree(resolve_model("demo"), folder)
+    shutil.copytree(resolve_model("golden"), folder)
     for shard in folder.glob("*.safetensors"):
         shard.chmod(0o644)
         data = bytearray(shard.read_bytes())

@@ -15,9 +15,9 @@ from deepinfer.config.load import load_model_config
 from deepinfer.config.model import ModelConfig
 
 
-def test_recorded_values(demo_folder: Path, golden_folder: Path) -> None:
+def test_recorded_values(golden_checkpoint: Path, golden_folder: Path) -> None:
     recorded = load_file(golden_folder / "static.safetensors")
-    tables = engram_tables(load_model_config(demo_folder))
+    tables = engram_tables(load_model_config(golden_checkpoint))
     for name in ("primes", "offsets", "multipliers"):
         found = getattr(tables, name)
         assert found.dtype == np.int64

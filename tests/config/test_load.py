@@ -19,8 +19,9 @@ from deepinfer.config.load import (
 from deepinfer.errors import ConfigError
 
 
-def test_demo_is_packaged() -> None:
-    folder = resolve_model("demo")
+@pytest.mark.parametrize("name", ["demo", "golden"])
+def test_packaged_checkpoints(name: str) -> None:
+    folder = resolve_model(name)
     assert (folder / "config.json").is_file()
     assert (folder / "model.safetensors.index.json").is_file()
 

@@ -67,12 +67,12 @@ def test_released_roles(raw: Raw) -> None:
     assert config.index_k_source_layer_ids == config.kv_source_layer_ids
 
 
-def test_packaged(demo_folder: Path) -> None:
-    config = load_model_config(demo_folder)
+def test_packaged(golden_checkpoint: Path) -> None:
+    config = load_model_config(golden_checkpoint)
     assert config.vision is None
     assert config.tokenizer_compatibility == "native"
     assert config.engram_num_embeddings == (630, 834)
-    assert load_model_config(demo_folder / "config.json") == config
+    assert load_model_config(golden_checkpoint / "config.json") == config
 
 
 def test_other_dimensions(other: Raw) -> None:

@@ -199,7 +199,7 @@ def test_rope_angles_of_the_release(
 
 
 def test_rope_tables_of_the_golden_checkpoint(golden_folder: Path) -> None:
-    config = load_model_config(resolve_model("demo"))
+    config = load_model_config(resolve_model("golden"))
     static = load_file(golden_folder / "static.safetensors")
     names = [name for name in static if "freq" in name]
     assert len(names) == 2

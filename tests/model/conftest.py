@@ -21,9 +21,9 @@ def beta_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def folder_of(demo_folder: Path, beta_folder: Path) -> dict[str, Path]:
+def folder_of(golden_checkpoint: Path, beta_folder: Path) -> dict[str, Path]:
     """The folders by name."""
-    return {"alpha": demo_folder, "beta": beta_folder}
+    return {"alpha": golden_checkpoint, "beta": beta_folder}
 
 
 @pytest.fixture(scope="session")

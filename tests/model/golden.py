@@ -42,14 +42,14 @@ WIDE = {"attn_out": 0.12, "ffn_out": 0.09, "stream_out": 0.03}
 @lru_cache(maxsize=1)
 def config() -> ModelConfig:
     """The packaged checkpoint's config."""
-    return load_model_config(resolve_model("demo"))
+    return load_model_config(resolve_model("golden"))
 
 
 @lru_cache(maxsize=1)
 def weights() -> dict[str, Tensor]:
     """The packaged checkpoint's stored tensors."""
     tensors: dict[str, Tensor] = {}
-    for shard in sorted(resolve_model("demo").glob("*.safetensors")):
+    for shard in sorted(resolve_model("golden").glob("*.safetensors")):
         tensors |= load_file(shard)
     return tensors
 

@@ -30,7 +30,7 @@ Drafts = tuple[Tensor, Tensor, Tensor]
 @lru_cache(maxsize=4)
 def model(mode: Numerics, projection: str = "auto") -> FastModel:
     """The packaged checkpoint on the fast path."""
-    return load_fast(resolve_model("demo"), mode, output_projection=projection)
+    return load_fast(resolve_model("golden"), mode, output_projection=projection)
 
 
 @lru_cache(maxsize=8)

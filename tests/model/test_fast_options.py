@@ -244,10 +244,10 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_diagnose(name: str, demo_folder: Path, tmp_path: Path) -> None:
+def test_diagnose(name: str, golden_checkpoint: Path, tmp_path: Path) -> None:
     """NaN in one weight is found in its layer, and named by its part."""
     at, message = DAMAGE[name]
-    fast = load_fast(poisoned(demo_folder, tmp_path / "copy", name, at), "official")
+    fast = load_fast(poisoned(golden_checkpoint, tmp_path / "copy", name, at), "official")
     session = Session(fast, 40)
     ids = golden.prompt_ids("p7")
     assert bool(session.prefill(ids).isnan().any())
@@ -256,10 +256,10 @@ def test_diagnose(name: str, demo_folder: Path, tmp_path: Path) -> None:
         assert message in fast.diagnose(inputs, session.caches)
 
 
-def test_diagnose_embedding(demo_folder: Path, tmp_path: Path) -> None:
+def test_diagnose_embedding(golden_checkpoint: Path, tmp_path: Path) -> None:
     """One token's damaged embedding is named, and other tokens are fine."""
     ids = golden.prompt_ids("p7")
-    folder = poisoned(demo_folder, tmp_path / "copy", "embed.weight", (ids[-1], 0))
+    folder = poisoned(golden_checkpoint, tmp_path / "copy", "embed.weight", (ids[-1], 0))
     fast = load_fast(folder, "official")
     layout = CacheLayout.build(fast.config, "official")
     bench = Bench(fast, 1, 100)
@@ -299,8 +299,8 @@ def test_out_of_vocabulary(pair_of: PairOf) -> None:
         Session(pair.fast, 10).prefill([0, pair.config.vocab_size])
 
 
-def test_engram_needs_the_map(demo_folder: Path) -> None:
+def test_engram_needs_the_map(golden_checkpoint: Path) -> None:
     """Engram layers without the compressed vocabulary are refused by name."""
-    checkpoint = Checkpoint.open(demo_folder)
+    checkpoint = Checkpoint.open(golden_checkpoint)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         FastModel.load(checkpoint, NumericsConfig(), "cpu", None, 0)

@@ -104,8 +104,8 @@ def test_quantized_weights_are_the_nearest_on_their_grid(
     assert (error <= torch.maximum((weight.double() / step).abs() / 4, torch.tensor(0.25))).all()
 
 
-def test_stored_weights_survive_quantization_again(demo_folder: Path) -> None:
-    source = TensorSource(Checkpoint.open(demo_folder))
+def test_stored_weights_survive_quantization_again(golden_checkpoint: Path) -> None:
+    source = TensorSource(Checkpoint.open(golden_checkpoint))
     name = "layers.0.attn.wo_a"
     dense = source[f"{name}.weight"].double()
     dense *= power(source[f"{name}.scale"]).repeat_interleave(32, 0).repeat_interleave(32, 1)

@@ -97,12 +97,12 @@ def test_absent_tensors_of_the_real_model(real: dict[str, TensorSpec]) -> None:
     assert not any(re.match(r"hc_head|layers\.0\.engram", n) for n in specs)
 
 
-def test_packaged_checkpoint_holds_exactly_the_layout(demo_folder: Path) -> None:
+def test_packaged_checkpoint_holds_exactly_the_layout(golden_checkpoint: Path) -> None:
     import json
 
-    specs = expected_tensors(load_model_config(demo_folder))
+    specs = expected_tensors(load_model_config(golden_checkpoint))
     assert len(specs) == 834
-    index = json.loads((demo_folder / "model.safetensors.index.json").read_text())
+    index = json.loads((golden_checkpoint / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(specs)
     assert sum(s.nbytes for s in specs.values()) == index["metadata"]["total_size"]
 

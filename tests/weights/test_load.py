@@ -26,12 +26,12 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def test_tensors_equal_those_of_the_format_library(demo_folder: Path) -> None:
+def test_tensors_equal_those_of_the_format_library(golden_checkpoint: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tensors = TensorSource(Checkpoint.open(demo_folder)).as_dict()
+        tensors = TensorSource(Checkpoint.open(golden_checkpoint)).as_dict()
     expected: dict[str, torch.Tensor] = {}
-    for file in demo_folder.glob("*.safetensors"):
+    for file in golden_checkpoint.glob("*.safetensors"):
         expected |= load_file(file)
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():

@@ -44,8 +44,8 @@ def edited(make: Make, change: Callable[[Folder], None]) -> str:
 # What passes
 
 
-def test_packaged_checkpoint_opens(demo_folder: Path) -> None:
-    checkpoint = Checkpoint.open(demo_folder)
+def test_packaged_checkpoint_opens(golden_checkpoint: Path) -> None:
+    checkpoint = Checkpoint.open(golden_checkpoint)
     assert len(checkpoint.tensors) == 834
     sink = checkpoint.array("layers.0.attn.attn_sink")
     assert sink.dtype == np.float32 and sink.shape == (4,)

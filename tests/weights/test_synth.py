@@ -122,8 +122,8 @@ def test_any_text_survives_the_tokenizer(beta_config: dict[str, Any]) -> None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_packaged_sizes_are_reachable(demo_folder: Path) -> None:
-    config = json.loads((demo_folder / "config.json").read_text())
+def test_packaged_sizes_are_reachable(golden_checkpoint: Path) -> None:
+    config = json.loads((golden_checkpoint / "config.json").read_text())
     files = synthetic_tokenizer(ModelConfig.from_dict(config))
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
     assert (tokenizer.get_vocab_size(), len(set(token_map(tokenizer)))) == (288, 237)

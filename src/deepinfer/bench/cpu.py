@@ -26,7 +26,7 @@ import torch
 from deepinfer.bench.machine import describe_machine, describe_versions
 from deepinfer.bench.report import Figure, Record
 from deepinfer.config.engine import EngineConfig
-from deepinfer.config.load import DEMO_MODEL
+from deepinfer.config.load import PACKAGED_MODELS
 from deepinfer.engine.request import Completion, SamplingParams
 from deepinfer.errors import DeepInferError, RequestError
 from deepinfer.llm import LLM
@@ -80,7 +80,7 @@ def measure_cpu(
         Record(
             suite="cpu",
             figure=figure,
-            model=model if model == DEMO_MODEL else Path(model).resolve().name,
+            model=model if model in PACKAGED_MODELS else Path(model).resolve().name,
             when=when,
             threads=threads,
             machine=machine,

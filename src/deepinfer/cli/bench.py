@@ -8,7 +8,7 @@ from typing import Final
 
 from deepinfer.bench.report import append, read, table
 from deepinfer.cli.common import SubParsers, add_settings, engine_config, note, positive
-from deepinfer.config.load import DEMO_MODEL, resolve_model
+from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 
 __all__ = ["add_parser", "run"]
 
@@ -29,7 +29,9 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         "of a step, loading and memory, and print a table. A busy machine gives worse figures.",
     )
     cpu.add_argument(
-        "--model", default=DEMO_MODEL, help=f"checkpoint folder, or '{DEMO_MODEL}' ({DEMO_MODEL})"
+        "--model",
+        default=GOLDEN_MODEL,
+        help=f"checkpoint folder, '{DEMO_MODEL}' or '{GOLDEN_MODEL}' ({GOLDEN_MODEL})",
     )
     cpu.add_argument("--out", metavar="FILE", help="add the records to this file, as JSONL")
     cpu.add_argument(

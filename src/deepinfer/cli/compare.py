@@ -66,7 +66,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         "every layer; the exit code is 1 when anything differs. Integers must be equal.",
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="two traces: A and B")
-    parser.add_argument("--model", help="checkpoint folder, or 'demo', in place of files")
+    parser.add_argument("--model", help="checkpoint folder, 'demo' or 'golden', in place of files")
     add_job(parser, required=False)
     parser.add_argument("--rtol", type=_tolerance, default=_RTOL, help=f"relative to B ({_RTOL:g})")
     parser.add_argument("--atol", type=_tolerance, default=_ATOL, help=f"absolute ({_ATOL:g})")

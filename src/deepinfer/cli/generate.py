@@ -21,7 +21,7 @@ from deepinfer.cli.common import (
     parse_ids,
 )
 from deepinfer.cli.output import Meter, print_results, speed
-from deepinfer.config.load import DEMO_MODEL, resolve_model
+from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 from deepinfer.engine.request import SamplingParams
 from deepinfer.errors import ConfigError, RequestError
 
@@ -101,15 +101,15 @@ def run(args: argparse.Namespace) -> int:
     resolve_model(args.model)  # before torch is loaded, which takes a while
 
     from deepinfer.device import pick_device
-    from deepinfer.llm import DEMO_WEIGHTS_ARE_RANDOM, LLM, Interrupted
+    from deepinfer.llm import LLM, Interrupted
 
     try:
         pick_device(args.device)
     except ConfigError as error:
         raise UsageError(str(error)) from error
     with LLM(args.model, args.device, config) as llm:
-        if args.model == DEMO_MODEL and DEMO_WEIGHTS_ARE_RANDOM and not args.quiet:
-            note("the demo checkpoint has random weights: its text means nothing")
+        if args.model == GOLDEN_MODEL and not args.quiet:
+            note(f"the {GOLDEN_MODEL} checkpoint has random weights: its text means nothing")
         meter = None if args.quiet else Meter()
         start = time.perf_counter()
         interrupted = False

@@ -79,7 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="print what a checkpoint holds",
         description="Check a checkpoint and print its tensors, sizes, formats and parameters.",
     )
-    parser.add_argument("model", help="checkpoint folder, 'demo', or a config.json alone")
+    parser.add_argument("model", help="checkpoint folder, 'demo', 'golden' or a config.json alone")
     parser.add_argument("--rank", type=int, help="also print what this rank would hold")
     parser.add_argument("--expert-parallel", type=int, default=1, metavar="N", help="expert ranks")
     parser.add_argument("--engram-parallel", type=int, default=1, metavar="N", help="Engram ranks")

@@ -68,7 +68,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         description="Run one sequence and write the values of every layer and position as "
         "safetensors, under the names of the golden files.",
     )
-    parser.add_argument("--model", required=True, help="checkpoint folder, or 'demo'")
+    parser.add_argument("--model", required=True, help="checkpoint folder, 'demo' or 'golden'")
     add_job(parser, required=True)
     parser.add_argument("--path", choices=("reference", "fast"), default="fast", help="(fast)")
     parser.add_argument("--out", required=True, metavar="FILE", help="file to write")

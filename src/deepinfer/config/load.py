@@ -22,6 +22,8 @@ from deepinfer.errors import ConfigError
 
 __all__ = [
     "DEMO_MODEL",
+    "GOLDEN_MODEL",
+    "PACKAGED_MODELS",
     "cache_dir",
     "environment_settings",
     "load_engine_config",
@@ -32,6 +34,10 @@ __all__ = [
 ]
 
 DEMO_MODEL: Final = "demo"
+GOLDEN_MODEL: Final = "golden"
+PACKAGED_MODELS: Final[Mapping[str, str]] = {DEMO_MODEL: "demo", GOLDEN_MODEL: "alpha"}
+"""Name -> folder below `data/`. `demo` is trained and writes English; `golden` has random weights
+and recorded values."""
 _PREFIX: Final = "DEEPINFER_"
 _OWN: Final = ("LOG_LEVEL", "CACHE_DIR")
 _LEVELS: Final = ("debug", "info", "warning", "error")
@@ -70,21 +76,21 @@ _WITHOUT_SETTING: Final = frozenset(
 
 
 def resolve_model(model: str | os.PathLike[str]) -> Path:
-    """Return the folder that a model argument names; `demo` is the packaged checkpoint.
+    """Return the folder that a model argument names; `demo` and `golden` are packaged checkpoints.
 
     Raises ConfigError when there is no such folder.
     """
-    if model == DEMO_MODEL:
-        return Path(str(files("deepinfer") / "data" / "alpha"))
+    names = " or ".join(f"'{name}'" for name in PACKAGED_MODELS)
+    if isinstance(model, str) and model in PACKAGED_MODELS:
+        return Path(str(files("deepinfer") / "data" / PACKAGED_MODELS[model]))
     if not isinstance(model, str | os.PathLike):
-        raise ConfigError(f"model must be a folder or '{DEMO_MODEL}', not {type(model).__name__}")
+        raise ConfigError(f"model must be a folder, {names}, not {type(model).__name__}")
     path = Path(model).expanduser()
     if str(model) and path.is_dir():
         return path
     what = "is a file" if path.is_file() else "does not exist"
     raise ConfigError(
-        f"model '{model}' {what}; expected a checkpoint folder with a config.json, "
-        f"or '{DEMO_MODEL}'"
+        f"model '{model}' {what}; expected a checkpoint folder with a config.json, or {names}"
     )
 
 
