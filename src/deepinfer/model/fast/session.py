@@ -65,6 +65,13 @@ class Session:
         """Feed one token through the decode path; returns its logits [V]."""
         return self._feed([token_id], True, trace)[0]
 
+    def verify(self, token_ids: Sequence[int]) -> Tensor:
+        """Feed up to 1 + `max_rollback` tokens through one decode step; returns logits [n, V].
+
+        Each row has the bits of one-token decoding. `rewind` takes rejected rows back.
+        """
+        return self._feed(token_ids, True, None)
+
     def draft(self, first_token: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draft behind `first_token`; returns tokens [B+1], raw confidences [B], logits [B, V]."""
         assert self.model.draft is not None, "load the model with_drafts"
