@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from deepinfer.config.engine import EngineConfig
     from deepinfer.engine.request import Completion, Request, SamplingParams
     from deepinfer.errors import DeepInferError
+    from deepinfer.grammar.spec import Structured
     from deepinfer.llm import LLM
 
 __version__ = "0.1.0.dev0"
@@ -24,6 +25,7 @@ __all__ = [
     "EngineConfig",
     "Request",
     "SamplingParams",
+    "Structured",
     "__version__",
 ]
 
@@ -34,6 +36,7 @@ _HOME = {
     "EngineConfig": "deepinfer.config.engine",
     "Request": "deepinfer.engine.request",
     "SamplingParams": "deepinfer.engine.request",
+    "Structured": "deepinfer.grammar.spec",
 }
 
 

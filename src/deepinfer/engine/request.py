@@ -13,6 +13,7 @@ from enum import StrEnum
 from numbers import Integral, Real
 
 from deepinfer.errors import RequestError
+from deepinfer.grammar.spec import Structured
 
 __all__ = [
     "GREEDY_BELOW",
@@ -39,6 +40,7 @@ class FinishReason(StrEnum):
     PROMPT_LENGTH_EXCEEDED = "prompt_length_exceeded"
     INVALID_REQUEST = "invalid_request"
     INSUFFICIENT_SYSTEM_RESOURCE = "insufficient_system_resource"
+    STRUCTURED_OUTPUT_ERROR = "structured_output_error"
     NUMERICAL = "numerical"
 
 
@@ -81,6 +83,9 @@ class SamplingParams:
                       logits. Values below -9999 become -9999
     logit_bias        token id -> finite number added to its logit
     forced_token_ids  output i is this list's i-th id, until the list ends (stop rules still apply)
+    structured        the shape of the output: a Structured, or a mapping that makes one. Ending ids
+                      are then legal exactly when the shape is complete, so `ignore_eos` and
+                      `min_tokens` cannot be combined with it
 
     Raises RequestError listing every bad field.
     """
@@ -99,6 +104,7 @@ class SamplingParams:
     logprobs_mode: str = "processed"
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     forced_token_ids: Iterable[int] = ()
+    structured: Structured | Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         """Check every field, then store each in one canonical form."""
@@ -154,6 +160,7 @@ class SamplingParams:
             put("logprobs", True)
         need(self.logprobs_mode in _LOGPROBS_MODES, "logprobs_mode", "'processed' or 'raw'")
         self._check_lists(problems)
+        self._check_structured(problems)
         if not problems:
             put("max_tokens", max(1, self.max_tokens))
             if self.min_tokens > self.max_tokens:
@@ -191,6 +198,25 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", {int(i): float(b) for i, b in bias.items()})
         else:
             problems.append(f"logit_bias must map token ids to finite numbers, not {bias!r}")
+
+    def _check_structured(self, problems: list[str]) -> None:
+        if self.structured is None:
+            return
+        try:
+            object.__setattr__(self, "structured", Structured.of(self.structured))
+        except RequestError as error:
+            problems += error.problems or (error.message,)
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                problems.append(
+                    f"{name} cannot be combined with structured, which decides when the output ends"
+                )
+
+    @property
+    def shape(self) -> Structured | None:
+        """`structured` in its stored form."""
+        assert self.structured is None or isinstance(self.structured, Structured)
+        return self.structured
 
     @property
     def is_greedy(self) -> bool:

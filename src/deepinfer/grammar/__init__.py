@@ -1,0 +1,1 @@
+"""Structured output: what a user may ask for, its compilation, and the masks that enforce it."""
