@@ -42,6 +42,8 @@ class FinishReason(StrEnum):
     INSUFFICIENT_SYSTEM_RESOURCE = "insufficient_system_resource"
     STRUCTURED_OUTPUT_ERROR = "structured_output_error"
     NUMERICAL = "numerical"
+    TIMEOUT = "timeout"
+    ENGINE_ERROR = "engine_error"
 
 
 def _is_integer(value: object) -> bool:
@@ -86,6 +88,8 @@ class SamplingParams:
     structured        the shape of the output: a Structured, or a mapping that makes one. Ending ids
                       are then legal exactly when the shape is complete, so `ignore_eos` and
                       `min_tokens` cannot be combined with it
+    timeout_s         seconds from submission after which the request ends with reason `timeout` and
+                      the tokens it has; None waits for ever
 
     Raises RequestError listing every bad field.
     """
@@ -105,6 +109,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     forced_token_ids: Iterable[int] = ()
     structured: Structured | Mapping[str, object] | None = None
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check every field, then store each in one canonical form."""
@@ -145,6 +150,8 @@ class SamplingParams:
         ):
             put("seed", int(self.seed) & (2**64 - 1))
         need(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
+        if self.timeout_s is not None:
+            number("timeout_s", "a finite number above 0, or None", math.nextafter(0.0, 1.0), 1e9)
         if isinstance(self.logprobs, bool):
             pass
         elif need(
