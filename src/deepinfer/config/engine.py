@@ -18,6 +18,7 @@ from deepinfer.errors import ConfigError
 __all__ = [
     "CacheConfig",
     "EngineConfig",
+    "GrammarConfig",
     "LogConfig",
     "NumericsConfig",
     "ParallelConfig",
@@ -264,6 +265,10 @@ class CacheConfig(_Group):
         metadata=_about("most bytes of decoded entries that a CPU keeps for speed", 0),
     )
     prefix: bool = field(default=False, metadata=_about("reuse the blocks of equal prefixes"))
+    prefix_checkpoints: int | Literal["auto"] = field(
+        default="auto",
+        metadata=_about("prefixes whose state is kept; auto = scheduling.max_num_seqs", 1),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,6 +351,34 @@ class SamplingConfig(_Group):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GrammarConfig(_Group):
+    """How structured outputs are compiled and enforced."""
+
+    backend: Literal["llguidance", "xgrammar"] = field(
+        default="llguidance", metadata=_about("the library that enforces structured outputs")
+    )
+    threads: int | Literal["auto"] = field(
+        default="auto", metadata=_about("threads that compile and fill masks; auto = cores", 1, 256)
+    )
+    compile_timeout_s: float = field(
+        default=20.0, metadata=_about("seconds after which a compilation is given up", 0.01)
+    )
+    cache_bytes: int = field(
+        default=1 << 28, metadata=_about("most bytes of compiled grammars that are kept", 1)
+    )
+    max_source_bytes: int = field(
+        default=1 << 20, metadata=_about("most bytes of a schema, pattern or grammar", 1)
+    )
+    max_states: int = field(
+        default=100_000,
+        metadata=_about("most characters of a pattern or grammar, repetitions written out", 1),
+    )
+    max_whitespace: int = field(
+        default=16, metadata=_about("most white space in one place of JSON output; 0 = none", 0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig(_Group):
     """What is reported while running."""
 
@@ -366,6 +399,7 @@ class EngineConfig:
     parallel: ParallelConfig = ParallelConfig()
     weights: WeightsConfig = WeightsConfig()
     sampling: SamplingConfig = SamplingConfig()
+    grammar: GrammarConfig = GrammarConfig()
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
@@ -430,6 +464,7 @@ _GROUPS: Final[Mapping[str, type[_Group]]] = {
     "parallel": ParallelConfig,
     "weights": WeightsConfig,
     "sampling": SamplingConfig,
+    "grammar": GrammarConfig,
     "log": LogConfig,
 }
 
