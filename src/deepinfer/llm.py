@@ -18,7 +18,6 @@ from typing import Self
 import torch
 
 from deepinfer.cache.blocks import BlockPool
-from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.slots import SlotPool
 from deepinfer.cache.tensors import Caches
 from deepinfer.chat.token_map import load_token_map
@@ -29,6 +28,7 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.device import pick_device
 from deepinfer.engine.executor import Executor, InProcessExecutor
 from deepinfer.engine.loop import EngineLoop, interrupt_after
+from deepinfer.engine.memory import plan_caches
 from deepinfer.engine.prompts import (
     BadPrompt,
     Prompt,
@@ -40,7 +40,7 @@ from deepinfer.engine.prompts import (
 from deepinfer.engine.request import Chunk, Completion, FinishReason, Request, SamplingParams
 from deepinfer.engine.runner import Runner
 from deepinfer.engine.scheduler import Limits, Scheduler
-from deepinfer.engine.sizing import Sizes, max_rollback, resolve_sizes
+from deepinfer.engine.sizing import Sizes
 from deepinfer.engine.text import TextStream
 from deepinfer.errors import ConfigError, TokenizerError, UnsupportedError
 from deepinfer.model.fast.model import FastModel
@@ -161,20 +161,13 @@ class LLM:
         model = FastModel.load(
             checkpoint, config.numerics, device, token_map, config.weights.dequantized_bytes
         )
-        layout = CacheLayout.build(
-            model_config,
-            config.numerics.mode,
-            tokens_per_block=config.cache.tokens_per_block,
-            max_rollback=max_rollback(config),
-        )
-        sizes = resolve_sizes(
+        plan = plan_caches(
             config,
-            model_max_len=model_config.max_position_embeddings,
-            block_bytes=layout.block_bytes,
-            slot_bytes=layout.slot_bytes,
+            model_config,
             available_bytes=self.device.available_bytes(),
             on_cpu=device.type == "cpu",
         )
+        layout, sizes = plan.layout, plan.sizes
         caches = Caches.allocate(
             layout,
             sizes.num_blocks,

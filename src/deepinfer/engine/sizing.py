@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from deepinfer.config.engine import EngineConfig
 from deepinfer.errors import CacheError, ConfigError
 
-__all__ = ["CPU_POOL_BYTES", "Sizes", "max_rollback", "resolve_sizes"]
+__all__ = ["CPU_POOL_BYTES", "Sizes", "max_rollback", "num_checkpoints", "resolve_sizes"]
 
 CPU_POOL_BYTES = 256 * 2**20
 """What the block pool of a CPU gets unless told otherwise; one sequence of `max_model_len` always
@@ -22,13 +22,17 @@ _DEVICE_BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Resolved sizes. `num_blocks` and `num_slots` include the padding block and slot 0."""
+    """Resolved sizes. `num_blocks` and `num_slots` include the padding block and slot 0.
+
+    num_checkpoints  slots at the end of `num_slots` that keep the state of prefixes, not sequences
+    """
 
     num_blocks: int
     num_slots: int
     max_model_len: int
     max_num_batched_tokens: int
     chunk_tokens: int
+    num_checkpoints: int = 0
 
 
 def max_rollback(config: EngineConfig) -> int:
@@ -37,6 +41,14 @@ def max_rollback(config: EngineConfig) -> int:
     needed = drafts + 1 if drafts else 0
     given = config.cache.max_rollback
     return needed if given == "auto" else max(given, needed)
+
+
+def num_checkpoints(config: EngineConfig) -> int:
+    """Return how many prefixes can be kept ready to continue: a slot's worth of memory each."""
+    if not config.cache.prefix:
+        return 0
+    given = config.cache.prefix_checkpoints
+    return config.scheduling.max_num_seqs if given == "auto" else given
 
 
 def resolve_sizes(
@@ -62,7 +74,8 @@ def resolve_sizes(
             f"scheduling.max_model_len: found {given_len}, "
             f"but the model ends at {model_max_len} tokens"
         )
-    num_slots = config.scheduling.max_num_seqs + 1
+    checkpoints = num_checkpoints(config)
+    num_slots = config.scheduling.max_num_seqs + 1 + checkpoints
     blocks = _num_blocks(
         config,
         longest=model_max_len if given_len == "auto" else given_len,
@@ -85,6 +98,7 @@ def resolve_sizes(
         max_model_len=min(model_max_len, room) if given_len == "auto" else given_len,
         max_num_batched_tokens=budget,
         chunk_tokens=chunk,
+        num_checkpoints=checkpoints,
     )
 
 
@@ -102,6 +116,8 @@ def _num_blocks(
         f"sequence slots: {slots_bytes} bytes for scheduling.max_num_seqs "
         f"{config.scheduling.max_num_seqs}"
     )
+    if num_checkpoints(config):
+        slots_told += f" and cache.prefix_checkpoints {num_checkpoints(config)}"
     given: int | None = None
     if cache.num_blocks != "auto":
         given = cache.num_blocks

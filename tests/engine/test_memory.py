@@ -1,0 +1,129 @@
+"""The memory plan: parts add up, nothing overlaps, and the engine's own sizes come out of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepinfer.config import ModelConfig
+from deepinfer.config.engine import EngineConfig
+from deepinfer.config.load import load_model_config, resolve_model
+from deepinfer.config.mesh import Mesh
+from deepinfer.engine.memory import (
+    MemoryPlan,
+    activation_bytes,
+    build_layout,
+    plan_caches,
+    plan_memory,
+)
+from deepinfer.engine.sizing import resolve_sizes
+from deepinfer.errors import CacheError, DeepInferError
+
+GIB = 2**30
+H200 = 141 * 10**9
+
+
+@pytest.fixture(scope="module")
+def real(real_config_file: Path) -> ModelConfig:
+    return load_model_config(real_config_file)
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModelConfig:
+    return load_model_config(resolve_model("demo"))
+
+
+def config(**values: object) -> EngineConfig:
+    return EngineConfig.from_dotted({key.replace("__", "."): v for key, v in values.items()})
+
+
+def test_the_released_model_on_eight_devices(real: ModelConfig) -> None:
+    plan = plan_memory(config(), real, total_bytes=H200, mesh=Mesh(data=8, expert=8, engram=8))
+    assert plan.parts["weights: backbone"] == 45_943_977_408
+    assert plan.parts["weights: Engram tables"] == 25_344_754_248
+    assert "weights: draft blocks" not in plan.parts and "decoded entries" not in plan.parts
+    assert sum(plan.parts.values()) <= H200
+    assert plan.block_bytes == 128 * 890
+    assert plan.longest_context == 1_048_576
+    assert plan.batch(1_048_576) > 40 and plan.batch(4096) > 5000
+
+
+def test_drafts_and_checkpoints_take_their_share(real: ModelConfig) -> None:
+    mesh = Mesh(data=8, expert=8, engram=8)
+    plain = plan_memory(config(), real, total_bytes=H200, mesh=mesh)
+    held = config(cache__prefix_checkpoints=100)  # nothing without cache.prefix
+    assert plan_memory(held, real, total_bytes=H200, mesh=mesh).parts == plain.parts
+
+
+def test_one_device_is_too_small(real: ModelConfig) -> None:
+    with pytest.raises(CacheError, match="the weights do not fit") as caught:
+        plan_memory(config(), real, total_bytes=H200)
+    assert "backbone" in str(caught.value) and "more devices" in str(caught.value)
+
+
+def test_the_engine_takes_its_sizes_from_the_plan(demo: ModelConfig) -> None:
+    settings_ = config(scheduling__max_num_seqs=5)
+    layout = build_layout(settings_, demo)
+    sizes = resolve_sizes(
+        settings_,
+        model_max_len=demo.max_position_embeddings,
+        block_bytes=layout.block_bytes,
+        slot_bytes=layout.slot_bytes,
+        available_bytes=GIB,
+        on_cpu=True,
+    )
+    plan = plan_caches(settings_, demo, available_bytes=GIB, on_cpu=True)
+    assert plan.sizes == sizes and plan.layout == layout
+    assert plan.parts["cache blocks"] == sizes.num_blocks * layout.block_bytes
+
+
+def fits_by_hand(plan: MemoryPlan, batch: int, context: int) -> bool:
+    blocks = batch * -(-context // plan.layout.tokens_per_block) + 1
+    return (batch + 1) * plan.slot_bytes + blocks * plan.block_bytes <= plan.usable_bytes
+
+
+@settings(max_examples=40)
+@given(
+    total=st.integers(30, 400),
+    context=st.integers(1, 200_000),
+    seqs=st.integers(1, 500),
+    ranks=st.sampled_from([4, 8, 16]),
+)
+def test_what_fits_really_fits(total: int, context: int, seqs: int, ranks: int) -> None:
+    """The batch told is the largest one, and the parts never exceed the device."""
+    model = load_model_config(Path(__file__).parents[1] / "data" / "real" / "config.json")
+    mesh = Mesh(data=ranks, expert=ranks, engram=ranks)
+    chosen = config(scheduling__max_num_seqs=seqs)
+    try:
+        plan = plan_memory(chosen, model, total_bytes=total * 10**9, mesh=mesh)
+    except DeepInferError:
+        assert total < 170
+        return
+    assert sum(plan.parts.values()) <= total * 10**9
+    batch = plan.batch(context)
+    assert fits_by_hand(plan, batch, context) or batch == 0
+    assert not fits_by_hand(plan, batch + 1, context)
+    if plan.longest_context:
+        assert plan.batch(plan.longest_context) >= 1
+
+
+def test_activations_grow_with_the_step(real: ModelConfig) -> None:
+    mesh = Mesh(data=8, expert=8, engram=8)
+    found = []
+    for tokens in (4096, 16384, 65536):
+        chosen = config(scheduling__max_num_batched_tokens=tokens)
+        plan = plan_memory(chosen, real, total_bytes=H200, mesh=mesh)
+        found.append(activation_bytes(chosen, real, plan.sizes))
+    assert found == sorted(found) and found[0] < found[-1]
+
+
+def test_planning_loads_no_torch() -> None:
+    program = (
+        "import sys, deepinfer.engine.memory, deepinfer.cli.plan; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
