@@ -28,6 +28,7 @@ PURE = [
     "deepinfer.engine.plan",
     "deepinfer.engine.scheduler",
     "deepinfer.chat.tokenizer",
+    "deepinfer.chat.encode",
     "deepinfer.cli.main",
     "deepinfer.cli.inspect",
 ]
