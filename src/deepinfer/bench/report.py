@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Protocol, TypeVar
 
 from deepinfer.config.fields import show
 from deepinfer.errors import ConfigError
 
-__all__ = ["Figure", "Record", "append", "read", "table"]
+__all__ = ["Figure", "Record", "append", "read", "read_lines", "table"]
 
 _FORMAT: Final = 1
+_Line = TypeVar("_Line")
+
+
+class _Spelled(Protocol):
+    def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +87,7 @@ class Record:
         return record
 
 
-def append(file: Path, records: Iterable[Record]) -> None:
+def append(file: Path, records: Iterable[_Spelled]) -> None:
     """Add records to the end of a file, making it and its folder when absent."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
@@ -91,6 +96,14 @@ def append(file: Path, records: Iterable[Record]) -> None:
 
 def read(file: Path) -> list[Record]:
     """Read the records of a file; raises ConfigError naming the first bad line."""
+    return read_lines(file, Record.from_json)
+
+
+def read_lines(file: Path, parse: Callable[[str], _Line]) -> list[_Line]:
+    """Parse the lines of a file that are not empty; `parse` raises ValueError for a bad one.
+
+    Raises ConfigError naming the first bad line.
+    """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -102,7 +115,7 @@ def read(file: Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            records.append(Record.from_json(line))
+            records.append(parse(line))
         except ValueError as error:
             raise ConfigError(f"{file}, line {number}: {error}") from error
     return records

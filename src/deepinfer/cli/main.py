@@ -39,6 +39,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "config": "print all settings",
     "doctor": "print what this machine can run",
     "bench": "measure speed",
+    "eval": "measure what a checkpoint is worth",
     "plan": "say what fits into a device",
 }
 """Command -> its line in the list of commands; each is the module of that name beside this one."""
