@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepinfer.sampling.rng import exponential
+from deepinfer.sampling.host import draw_host
+from deepinfer.sampling.rng import STREAM_DRAFT, exponential
 from deepinfer.sampling.sampler import (
     LOGPROB_FLOOR,
     Sampler,
@@ -162,7 +164,8 @@ def test_an_unlikely_token_wins_as_often_as_it_should() -> None:
     logits = torch.full((5,), -math.inf)
     logits[0], logits[4] = 0.0, -lead  # noise comes in groups of four ids
     logits = logits.expand(n, 5)
-    tokens = draw(logits, torch.zeros(n, dtype=torch.int64), torch.arange(n))
+    drawn = draw_host(logits.contiguous().numpy(), np.zeros(n, np.uint64), np.arange(n))
+    tokens = torch.from_numpy(drawn)
     expected = n / (1 + math.exp(lead))  # 18
     assert abs(int((tokens == 4).sum()) - expected) < 4 * math.sqrt(expected)
 
@@ -307,3 +310,78 @@ def test_bad_rows_are_flagged_and_leave_others_alone(poison: float, temperature:
     got = sampler.sample(broken, [1] * 3, [0, 1, 2])
     assert got.bad.tolist() == [False, True, False] and not good.bad.any()
     assert got.token_ids[[0, 2]].tolist() == good.token_ids[[0, 2]].tolist()
+
+
+def test_processors_see_the_history_and_change_one_row() -> None:
+    seen: list[list[int]] = []
+
+    def ban_last(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        seen.append(list(tokens))
+        logits[tokens[-1]] = -math.inf
+        return logits
+
+    def double(_: Sequence[int], logits: Tensor) -> Tensor:
+        return logits * 2
+
+    sampler = make(
+        6,
+        SlotParams(temperature=0.0, processors=(ban_last, double), logprobs=True),
+        SlotParams(temperature=0.0, logprobs=True),
+    )
+    logits = torch.arange(6.0).repeat(3, 1)
+    histories = [[1, 5], [2], [4, 5]]
+    got = sampler.sample(logits, [1, 2, 1], [2, 1, 2], history=histories.__getitem__)
+    assert got.token_ids.tolist() == [4, 5, 4] and seen == [[1, 5], [4, 5]]
+    assert torch.equal(logits, torch.arange(6.0).repeat(3, 1))
+    expected = torch.log_softmax(torch.tensor([0.0, 2, 4, 6, 8, -math.inf]), 0)[4]
+    assert got.logprobs is not None
+    torch.testing.assert_close(got.logprobs[0], expected)
+
+
+def test_masks_allow_what_their_bits_say() -> None:
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(3, 70, generator=generator)
+    sampler = make(70, SlotParams(temperature=0.0), SlotParams(temperature=1.0, seed=4))
+    bits = torch.zeros(2, 3, dtype=torch.int32)
+    bits[0, 1] = -(2**31)  # id 63
+    bits[1, 2] = 0b100000  # id 69
+    masks = (torch.tensor([0, 2]), bits)
+    got = sampler.sample(logits, [1, 1, 2], [5, 6, 7], masks)
+    assert got.token_ids.tolist() == [63, int(logits[1].argmax()), 69]
+    assert not got.bad.any()
+    none = (torch.tensor([1]), torch.zeros(1, 3, dtype=torch.int32))
+    assert sampler.sample(logits, [1, 1, 2], [5, 6, 7], none).bad.tolist() == [False, True, False]
+
+
+def test_drafts_share_the_noise_of_targets_but_not_their_forced_ids() -> None:
+    logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(6))
+    params = SlotParams(temperature=0.8, top_k=30, seed=4, logit_bias={1: 2.0})
+    sampler = make(50, params)
+    target = sampler.sample(logits, [1] * 40, range(40)).token_ids
+    assert torch.equal(sampler.sample_drafts(logits, [1] * 40, range(40)).token_ids, target)
+    other = sampler.sample_drafts(logits, [1] * 40, range(40), STREAM_DRAFT).token_ids
+    assert not torch.equal(other, target)
+    forced = make(50, SlotParams(temperature=0.0, forced_ids=(3,) * 40))
+    drafts = forced.sample_drafts(logits, [1] * 40, range(40)).token_ids
+    assert torch.equal(drafts, logits.argmax(-1))
+
+
+def test_scores_of_given_tokens() -> None:
+    logits = torch.randn(200, 30, generator=torch.Generator().manual_seed(6))
+    ids = [i % 30 for i in range(200)]
+    sampler = make(
+        30,
+        SlotParams(temperature=0.0),
+        SlotParams(temperature=0.5, logit_bias={0: 1.0}),
+        SlotParams(temperature=0.5, raw_logprobs=True),
+    )
+    plain = torch.log_softmax(logits, -1)[torch.arange(200), ids]
+    torch.testing.assert_close(sampler.score(logits, [1] * 200, ids), plain)
+    torch.testing.assert_close(sampler.score(logits, [3] * 200, ids), plain)
+    biased = logits.clone()
+    biased[:, 0] += 1
+    tempered = torch.log_softmax(biased / 0.5, -1)[torch.arange(200), ids]
+    torch.testing.assert_close(sampler.score(logits, [2] * 200, ids), tempered)
+    part = [sampler.score(logits[i : i + 1], [2], ids[i : i + 1]) for i in range(200)]
+    assert torch.equal(torch.cat(part), sampler.score(logits, [2] * 200, ids))
+    assert sampler.score(logits[:0], [], []).shape == (0,)

@@ -2,35 +2,49 @@
 
 Owns the per-slot parameters and the order of masks, filters and draw. A row's result depends on its
 own logits, parameters and position only: every reduction runs over the last dimension and the top-p
-mass is counted in integers. Source: runtime specification, 5.1, 5.3 and 5.5.
+mass is counted in integers. Two forms give the same tokens: on a CPU `host.py` looks at values to
+save work, on other devices shapes are fixed and nothing waits. Source: runtime specification, 5.1,
+5.3 and 5.5.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.sampling.rng import MAX_LOG_NOISE, MIN_LOG_NOISE, exponential
+from deepinfer.sampling.host import MASS_ONE, draw_host, filter_host
+from deepinfer.sampling.rng import STREAM_TARGET, exponential
 
 __all__ = [
     "LOGPROB_FLOOR",
+    "LogitsProcessor",
     "Sampled",
     "Sampler",
     "SlotParams",
+    "TokenMasks",
     "draw",
     "filter_logits",
     "stable_topk",
 ]
 
+LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+"""Takes all tokens so far, prompt included, and a row's logits [V] fp32; returns the logits to go
+on with, of the same shape. It may change what it is given."""
+
+TokenMasks = tuple[Tensor, Tensor]
+"""Rows of the batch [R] int64, and for each which ids are allowed: bits [R, ceil(V/32)] int32, id v
+is bit v % 32 of word v // 32. Other rows are free."""
+
 LOGPROB_FLOOR = -9999.0
 _MOST_BIAS = 1e30  # more would become infinite in fp32, and a difference of two of them NaN
-_MASS_ONE = 2.0**31  # fixed point of the likeliest token's mass
-_HOPELESS = MIN_LOG_NOISE - MAX_LOG_NOISE - 0.1  # a logit this far below the largest never wins
+_NOISE_GROUPS = 2**18  # groups of four ids whose noise is made at a time on a device
+_HOST_FILTER_WIDTH = 4096  # from here on `filter_host` is faster than sorting whole rows
+_SCORED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +57,7 @@ class SlotParams:
     num_prompt_tokens  position of the first generated token
     min_tokens         outputs before this one never are one of `ending_ids`
     forced_ids         output i is the i-th of them, as far as they go
+    processors         applied in order after masks and bias, before temperature
     num_top_logprobs   alternatives to report, 0 for none
     raw_logprobs       report the model's own distribution, not the one drawn from
     """
@@ -56,6 +71,7 @@ class SlotParams:
     ending_ids: tuple[int, ...] = ()
     forced_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
     logprobs: bool = False
     num_top_logprobs: int = 0
     raw_logprobs: bool = False
@@ -66,10 +82,12 @@ class Sampled:
     """One token a row, on the sampler's device.
 
     token_ids     [N]     int64; meaningless where `bad`
-    bad           [N]     bool, the row's logits held NaN or infinity
+    bad           [N]     bool, the row's logits held NaN or infinity, or no token was allowed
     logprobs      [N]     fp32, or None when no row asked
     top_ids       [N, K]  int64, or None; K is the most any row asked
     top_logprobs  [N, K]  fp32, or None
+    drawn_from    [N, V]  fp32, the filtered and tempered logits (greedy rows: the masked ones);
+                          None unless asked
     """
 
     token_ids: Tensor
@@ -77,6 +95,7 @@ class Sampled:
     logprobs: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
+    drawn_from: Tensor | None = None
 
 
 def stable_topk(values: Tensor, count: int) -> Tensor:
@@ -101,7 +120,7 @@ def filter_logits(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     Equal logits are taken in order of their ids.
     """
     ranked, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    mass = torch.exp(ranked - ranked[:, :1]).mul_(_MASS_ONE).round_().long()
+    mass = torch.exp(ranked - ranked[:, :1]).mul_(MASS_ONE).round_().long()
     before = mass.cumsum(-1) - mass
     limit = torch.where(top_p < 1.0, top_p * mass.sum(-1), math.inf)
     rank = torch.arange(logits.shape[1], device=logits.device)
@@ -111,162 +130,321 @@ def filter_logits(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     return torch.empty_like(logits).scatter_(1, ids, kept)
 
 
-def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def draw(logits: Tensor, seeds: Tensor, positions: Tensor, stream: int = STREAM_TARGET) -> Tensor:
     """Draw one token a row from softmax(logits) by the Gumbel-max rule, ties to the lower id.
 
     logits     [N, V]  fp32, -inf where not allowed
     seeds      [N]     int64, the 64 bits of each seed
     positions  [N]     int64, absolute position of the token drawn
     returns    [N]     int64
-    Noise is bounded, so only tokens near the largest logit can win; the others get none.
+    Fixed shapes, no look at values: every id gets its noise.
     """
-    lead = logits - logits.amax(dim=-1, keepdim=True)
-    width = logits.shape[1]
-    if width % 4:
-        lead = torch.nn.functional.pad(lead, (0, -width % 4), value=-math.inf)
-    lead = lead.view(len(logits), -1, 4)
-    rows, groups = torch.nonzero((lead >= _HOPELESS).any(dim=-1), as_tuple=True)
-    noise = torch.log(exponential(seeds[rows], positions[rows], groups))
-    score = torch.full(lead.shape, -math.inf, dtype=torch.float64, device=logits.device)
-    score[rows, groups] = lead[rows, groups] - noise
-    return score.flatten(1).argmax(dim=-1)
+    num, width = logits.shape
+    num_groups = -(-width // 4)
+    groups = torch.arange(num_groups, device=logits.device)
+    step = max(1, _NOISE_GROUPS // num_groups)
+    tokens = []
+    for begin in range(0, num, step):
+        part = logits[begin : begin + step]
+        lead = part - part.amax(dim=-1, keepdim=True)
+        noise = exponential(
+            seeds[begin : begin + step].repeat_interleave(num_groups),
+            positions[begin : begin + step].repeat_interleave(num_groups),
+            groups.repeat(len(part)),
+            stream,
+        )
+        score = lead - torch.log(noise).reshape(len(part), -1)[:, :width]
+        tokens.append(score.argmax(dim=-1))
+    return torch.cat(tokens) if tokens else logits.new_zeros(0, dtype=torch.int64)
 
 
 class Sampler:
     """Holds the parameters of every slot and samples whole batches.
 
     banned_ids  never generated, whatever a request says (except by force)
+    fixed       use the form with fixed shapes, which never waits for a device; None = except on a
+                CPU
     """
 
     def __init__(
-        self, vocab_size: int, num_slots: int, device: torch.device, banned_ids: Sequence[int] = ()
+        self,
+        vocab_size: int,
+        num_slots: int,
+        device: torch.device,
+        banned_ids: Sequence[int] = (),
+        fixed: bool | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._banned = torch.tensor(sorted(set(banned_ids)), dtype=torch.int64, device=device)
+        self._fixed = device.type != "cpu" if fixed is None else fixed
+        self._banned = self._put(sorted(set(banned_ids)))
         self._params: list[SlotParams] = [SlotParams(temperature=0.0)] * num_slots
+
+        def column(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((num_slots,), value, dtype=dtype, device=device)
+
+        self._temperature = column(0.0, torch.float32)
+        self._top_p = column(1.0, torch.float64)
+        self._top_k = column(-1, torch.int64)
+        self._seed = column(0, torch.int64)  # the 64 bits
+        self._raw = column(False, torch.bool)
+        self._first = column(0, torch.int64)  # position of the first output
+        self._ending_until = column(0, torch.int64)  # positions below it mask ending ids
+        self._forced_until = column(0, torch.int64)  # positions below it are forced
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
-        self._temperature = np.zeros(num_slots, np.float32)
-        self._top_p = np.ones(num_slots, np.float64)
-        self._top_k = np.full(num_slots, -1, np.int64)
-        self._seed = np.zeros(num_slots, np.uint64)
-        self._logprobs = np.zeros(num_slots, np.bool_)
-        self._raw = np.zeros(num_slots, np.bool_)
-        self._num_top = np.zeros(num_slots, np.int64)
-        self._first = np.zeros(num_slots, np.int64)  # position of the first output
-        self._ending_until = np.zeros(num_slots, np.int64)  # positions below it mask ending ids
-        self._forced_until = np.zeros(num_slots, np.int64)  # positions below it are forced
-        self._biased = np.zeros(num_slots, np.bool_)
+        self._ending: dict[int, Tensor] = {}
+        self._forced: dict[int, Tensor] = {}
 
     def admit(self, slot: int, params: SlotParams) -> None:
         """Set the parameters of a slot for the life of its next request."""
         first = params.num_prompt_tokens
         self._params[slot] = params
-        self._temperature[slot] = min(params.temperature, 1e30)  # -inf divided must stay -inf
-        self._top_p[slot] = params.top_p
-        self._top_k[slot] = params.top_k
-        self._seed[slot] = params.seed
-        self._logprobs[slot] = params.logprobs
-        self._raw[slot] = params.raw_logprobs
-        self._num_top[slot] = min(params.num_top_logprobs, self._vocab_size)
-        self._first[slot] = first
-        self._ending_until[slot] = first + (params.min_tokens if params.ending_ids else 0)
-        self._forced_until[slot] = first + len(params.forced_ids)
-        self._biased[slot] = bool(params.logit_bias)
+        for column, value in (
+            # -inf divided by the temperature must stay -inf
+            (self._temperature, min(params.temperature, 1e30)),
+            (self._top_p, params.top_p),
+            (self._top_k, params.top_k),
+            (self._seed, params.seed - (params.seed >> 63 << 64)),
+            (self._raw, params.raw_logprobs),
+            (self._first, first),
+            (self._ending_until, first + params.min_tokens),
+            (self._forced_until, first + len(params.forced_ids)),
+        ):
+            column[slot : slot + 1].fill_(value)
+        for table in (self._bias, self._ending, self._forced):
+            table.pop(slot, None)
         if params.logit_bias:
+            values = [max(-_MOST_BIAS, min(b, _MOST_BIAS)) for b in params.logit_bias.values()]
             self._bias[slot] = (
-                torch.tensor(list(params.logit_bias), dtype=torch.int64, device=self._device),
-                torch.tensor(
-                    [max(-_MOST_BIAS, min(b, _MOST_BIAS)) for b in params.logit_bias.values()],
-                    dtype=torch.float32,
-                    device=self._device,
-                ),
+                self._put(params.logit_bias),
+                self._put(values, torch.float32),
             )
+        if params.min_tokens and params.ending_ids:
+            self._ending[slot] = self._put(params.ending_ids)
+        if params.forced_ids:
+            self._forced[slot] = self._put(params.forced_ids)
 
     def params(self, slot: int) -> SlotParams:
         """Return the parameters of the slot's request."""
         return self._params[slot]
 
-    def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int] | Tensor,
+        masks: TokenMasks | None = None,
+        history: Callable[[int], Sequence[int]] | None = None,
+        *,
+        keep_drawn_from: bool = False,
+    ) -> Sampled:
         """Choose one token for each row.
 
         logits     [N, V]  fp32, left as it is
-        slots      N slots, each admitted before
+        slots      N slots, each admitted before; a slot may have several rows
         positions  N absolute positions of the tokens being chosen
+        masks      what a grammar allows
+        history    row -> all tokens before the one being chosen, for slots with processors
         """
-        slot = np.asarray(slots, np.int64)
-        position = np.asarray(positions, np.int64)
-        low, high = torch.aminmax(logits, dim=-1)
+        rows = self._rows(slots, positions)
+        low, high = torch.amin(logits, dim=-1), torch.amax(logits, dim=-1)
         bad = ~(torch.isfinite(low) & torch.isfinite(high))
-        masked = self._mask(logits, slot, position)
-        drawn_from, tokens = self._choose(masked, slot, position)
-        tokens = self._force(tokens, slot, position)
-        if not self._logprobs[slot].any():
-            return Sampled(tokens, bad)
-        if self._raw[slot].any():
-            raw = torch.from_numpy(self._raw[slot]).to(self._device)
-            drawn_from = torch.where(raw.unsqueeze(1), logits, drawn_from)
+        masked = self._mask(logits, rows, masks)
+        if masks is not None:
+            bad |= masked.amax(dim=-1) == -math.inf
+        masked = self._process(masked, rows, history)
+        drawn_from, tokens = self._choose(masked, rows, STREAM_TARGET)
+        tokens = self._force(tokens, rows)
+        kept = drawn_from if keep_drawn_from else None
+        params = [self._params[slot] for slot in slots]
+        if not any(p.logprobs for p in params):
+            return Sampled(tokens, bad, drawn_from=kept)
+        if any(p.raw_logprobs for p in params):
+            drawn_from = torch.where(self._raw[rows.slots].unsqueeze(1), logits, drawn_from)
         norm = torch.logsumexp(drawn_from, dim=-1, keepdim=True)
         chosen = drawn_from.gather(1, tokens.unsqueeze(1)) - norm
         logprobs = chosen.clamp_(min=LOGPROB_FLOOR).squeeze(1)
-        count = int(self._num_top[slot].max())
+        count = min(max(p.num_top_logprobs for p in params), self._vocab_size)
         if count == 0:
-            return Sampled(tokens, bad, logprobs)
+            return Sampled(tokens, bad, logprobs, drawn_from=kept)
         top_ids = stable_topk(drawn_from, count)
         top = (drawn_from.gather(1, top_ids) - norm).clamp_(min=LOGPROB_FLOOR)
-        return Sampled(tokens, bad, logprobs, top_ids, top)
+        return Sampled(tokens, bad, logprobs, top_ids, top, kept)
 
-    def _mask(self, logits: Tensor, slot: np.ndarray, position: np.ndarray) -> Tensor:
-        """Apply banned ids, biases and the wait for `min_tokens`, on a copy when any applies."""
-        biased = np.flatnonzero(self._biased[slot])
-        waiting = np.flatnonzero(position < self._ending_until[slot])
-        if not (len(self._banned) or len(biased) or len(waiting)):
+    def sample_drafts(
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int] | Tensor,
+        stream: int = STREAM_TARGET,
+        *,
+        keep_drawn_from: bool = False,
+    ) -> Sampled:
+        """Choose one draft for each row, with the parameters and, by default, the noise of targets.
+
+        Arguments as of `sample`. Bans, bias, waiting for `min_tokens`, temperature and filters hold
+        for drafts too; grammars, processors, forced ids and logprobs are the target's affair.
+        """
+        rows = self._rows(slots, positions)
+        masked = self._mask(logits, rows, None)
+        drawn_from, tokens = self._choose(masked, rows, stream)
+        bad = torch.zeros_like(tokens, dtype=torch.bool)
+        return Sampled(tokens, bad, drawn_from=drawn_from if keep_drawn_from else None)
+
+    def score(self, logits: Tensor, slots: Sequence[int], token_ids: Sequence[int]) -> Tensor:
+        """Return the logprob of a given token in each row, for the logprobs of prompts.
+
+        logits     [N, V]  fp32
+        slots      N slots; say which distribution: raw, or with bans, bias, temperature, filters
+        token_ids  N ids
+        returns    [N]     fp32, at least LOGPROB_FLOOR
+        """
+        scores = []
+        ids = self._put(token_ids).unsqueeze(1)
+        for begin in range(0, len(slots), _SCORED_ROWS):
+            part = slots[begin : begin + _SCORED_ROWS]
+            rows = self._rows(part, None)
+            given = logits[begin : begin + _SCORED_ROWS]
+            values = self._tempered(self._mask(given, rows, None), rows)
+            if any(self._params[slot].raw_logprobs for slot in part):
+                values = torch.where(self._raw[rows.slots].unsqueeze(1), given, values)
+            chosen = values.gather(1, ids[begin : begin + _SCORED_ROWS])
+            score = chosen - torch.logsumexp(values, dim=-1, keepdim=True)
+            scores.append(score.clamp_(min=LOGPROB_FLOOR).squeeze(1))
+        return torch.cat(scores) if scores else logits.new_zeros(0)
+
+    def seeds(self, slots: Tensor) -> Tensor:
+        """Return the 64 bits of the seed of each slot."""
+        return self._seed[slots]
+
+    def _put(self, values: Iterable[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Bring numbers to the device without waiting for it."""
+        tensor = torch.tensor(list(values), dtype=dtype)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _rows(self, slots: Sequence[int], positions: Sequence[int] | Tensor | None) -> _Rows:
+        if positions is not None and not isinstance(positions, Tensor):
+            positions = self._put(positions)
+        return _Rows(slots, self._put(slots), positions)
+
+    def _mask(self, logits: Tensor, rows: _Rows, masks: TokenMasks | None) -> Tensor:
+        """Apply banned ids, masks, the wait for `min_tokens` and biases, on a copy when any
+        applies.
+        """
+        biased = rows.named(self._bias)
+        waiting = [] if rows.positions is None else rows.named(self._ending)
+        if not (len(self._banned) or biased or waiting or masks is not None):
             return logits
         masked = logits.clone()
-        for row in biased:
-            ids, values = self._bias[int(slot[row])]
-            masked[row, ids] += values
+        for slot in biased:
+            ids, values = self._bias[slot]
+            added = masked[:, ids] + values
+            masked[:, ids] = torch.where(rows.of(slot), added, masked[:, ids])
         if len(self._banned):
             masked[:, self._banned] = -math.inf
-        for row in waiting:
-            masked[row, list(self._params[slot[row]].ending_ids)] = -math.inf
+        for slot in waiting:
+            assert rows.positions is not None
+            ids = self._ending[slot]
+            early = (rows.positions < self._ending_until[slot]).unsqueeze(1)
+            masked[:, ids] = masked[:, ids].masked_fill(rows.of(slot) & early, -math.inf)
+        if masks is not None and len(masks[0]):
+            where, bits = masks
+            shifts = torch.arange(32, dtype=torch.int32, device=self._device)
+            allowed = ((bits.unsqueeze(2) >> shifts) & 1).flatten(1)[:, : masked.shape[1]]
+            masked[where] = masked[where].masked_fill(allowed == 0, -math.inf)
         return masked
 
-    def _choose(
-        self, masked: Tensor, slot: np.ndarray, position: np.ndarray
-    ) -> tuple[Tensor, Tensor]:
+    def _process(
+        self, masked: Tensor, rows: _Rows, history: Callable[[int], Sequence[int]] | None
+    ) -> Tensor:
+        """Run the requests' own processors, on a copy."""
+        having = [i for i, slot in enumerate(rows.host) if self._params[slot].processors]
+        if not having:
+            return masked
+        assert history is not None, "slots with processors need the history of their tokens"
+        changed = masked.clone()
+        for row in having:
+            values = changed[row].clone()
+            for processor in self._params[rows.host[row]].processors:
+                values = processor(history(row), values)
+            changed[row] = values
+        return changed
+
+    def _tempered(self, masked: Tensor, rows: _Rows) -> Tensor:
+        """Divide by the temperature and filter; greedy rows are taken as they are."""
+        params = [self._params[slot] for slot in rows.host]
+        if all(p.temperature == 0 for p in params):
+            return masked
+        scale = self._temperature[rows.slots]
+        tempered = masked / torch.where(scale > 0, scale, 1.0).unsqueeze(1)
+        filtering = [i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0]
+        if not filtering:
+            return tempered
+        top_p, top_k = self._top_p[rows.slots], self._top_k[rows.slots]
+        if len(filtering) == len(params):
+            return self._filter(tempered, top_p, top_k)
+        part = self._put(filtering)
+        tempered[part] = self._filter(tempered[part], top_p[part], top_k[part])
+        return tempered
+
+    def _filter(self, tempered: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+        if self._fixed or tempered.shape[1] < _HOST_FILTER_WIDTH:
+            return filter_logits(tempered, top_p, top_k)
+        return torch.from_numpy(filter_host(tempered.numpy(), top_p.numpy(), top_k.numpy()))
+
+    def _choose(self, masked: Tensor, rows: _Rows, stream: int) -> tuple[Tensor, Tensor]:
         """Return the logits each row is drawn from (greedy rows: as given), and the tokens."""
-        temperature = self._temperature[slot]
-        sampling = np.flatnonzero(temperature > 0)
-        if len(sampling) == 0:
-            return masked, masked.argmax(dim=-1)
-        whole = len(sampling) == len(slot)
-        rows = torch.from_numpy(sampling).to(self._device)
-        picked = slot[sampling]
-        scale = torch.from_numpy(temperature[sampling]).to(self._device).unsqueeze(1)
-        tempered = (masked if whole else masked[rows]) / scale
-        top_p, top_k = self._top_p[picked], self._top_k[picked]
-        filtering = np.flatnonzero((top_p < 1.0) | (top_k > 0))
-        if len(filtering):
-            part = torch.from_numpy(filtering).to(self._device)
-            tempered[part] = filter_logits(
-                tempered[part],
-                torch.from_numpy(top_p[filtering]).to(self._device),
-                torch.from_numpy(top_k[filtering]).to(self._device),
-            )
-        seeds = torch.from_numpy(self._seed[picked].view(np.int64)).to(self._device)
-        drawn = draw(tempered, seeds, torch.from_numpy(position[sampling]).to(self._device))
-        if whole:
-            return tempered, drawn
-        drawn_from = masked.clone()
-        drawn_from[rows] = tempered
-        tokens = masked.argmax(dim=-1)
-        tokens[rows] = drawn
+        drawn_from = self._tempered(masked, rows)
+        greedy = [i for i, slot in enumerate(rows.host) if self._params[slot].temperature == 0]
+        if len(greedy) == len(rows.host):
+            return masked, self._largest(masked)
+        assert rows.positions is not None
+        sampling = self._put(sorted(set(range(len(rows.host))) - set(greedy)))
+        some = drawn_from[sampling] if greedy else drawn_from
+        seeds = self._seed[rows.slots[sampling]]
+        positions = rows.positions[sampling]
+        if self._fixed:
+            drawn = draw(some, seeds, positions, stream)
+        else:
+            bits = seeds.numpy().view(np.uint64)
+            drawn = torch.from_numpy(draw_host(some.numpy(), bits, positions.numpy(), stream))
+        if not greedy:
+            return drawn_from, drawn
+        tokens = self._largest(masked)
+        tokens[sampling] = drawn
         return drawn_from, tokens
 
-    def _force(self, tokens: Tensor, slot: np.ndarray, position: np.ndarray) -> Tensor:
-        forced = np.flatnonzero(position < self._forced_until[slot])
-        for row in forced:
-            params = self._params[slot[row]]
-            tokens[row] = params.forced_ids[int(position[row] - self._first[slot[row]])]
+    def _largest(self, logits: Tensor) -> Tensor:
+        """Return the id of the largest logit of each row, the lowest on ties."""
+        if self._fixed:
+            return logits.argmax(dim=-1)
+        return torch.from_numpy(logits.numpy().argmax(axis=1))
+
+    def _force(self, tokens: Tensor, rows: _Rows) -> Tensor:
+        assert rows.positions is not None
+        for slot in rows.named(self._forced):
+            ids = self._forced[slot]
+            index = rows.positions - self._first[slot]
+            forced = ids[index.clamp(0, len(ids) - 1)]
+            inside = rows.of(slot).squeeze(1) & (rows.positions < self._forced_until[slot])
+            tokens = torch.where(inside, forced, tokens)
         return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a batch: their slots, on the host and the device, and their positions."""
+
+    host: Sequence[int]
+    slots: Tensor
+    positions: Tensor | None
+
+    def named(self, table: Mapping[int, object]) -> list[int]:
+        """Return the slots of the batch that have an entry in a table."""
+        return sorted(set(self.host) & table.keys()) if table else []
+
+    def of(self, slot: int) -> Tensor:
+        """Return [N, 1], whether a row is of this slot."""
+        return (self.slots == slot).unsqueeze(1)
