@@ -51,6 +51,12 @@ BAD = [
     {"logit_bias": {1: math.nan}},
     {"logit_bias": [1]},
     {"forced_token_ids": [-5]},
+    {"n": 0},
+    {"n": 1025},
+    {"n": True},
+    {"prompt_logprobs": 1},
+    {"logits_processors": [3]},
+    {"logits_processors": 3},
 ]
 
 
@@ -69,7 +75,7 @@ def test_all_problems_are_told_together() -> None:
 
 def test_unknown_fields_are_refused() -> None:
     with pytest.raises(TypeError):
-        SamplingParams(n=2)  # type: ignore[call-arg]
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
 
 
 def test_canonical_form() -> None:

@@ -7,7 +7,7 @@ Everything here is frozen and validated when built. Pure: no torch. The live rec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral, Real
@@ -17,6 +17,7 @@ from deepinfer.grammar.spec import Structured
 
 __all__ = [
     "GREEDY_BELOW",
+    "MAX_SAMPLES",
     "MAX_TOP_LOGPROBS",
     "Chunk",
     "Completion",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 GREEDY_BELOW = 1e-5
+MAX_SAMPLES = 1024
 MAX_TOP_LOGPROBS = 1000
 _MAX_COUNT = 2**31 - 1
 _LOGPROBS_MODES = ("processed", "raw")
@@ -85,6 +87,15 @@ class SamplingParams:
                       logits. Values below -9999 become -9999
     logit_bias        token id -> finite number added to its logit
     forced_token_ids  output i is this list's i-th id, until the list ends (stop rules still apply)
+    n                 samples of the prompt, 1..1024: each is a request of its own with its own
+                      Completion (`sample_index` 0..n-1, one after the other in the results). Sample
+                      0 has the seed, the others seeds derived from it
+    logits_processors  factories, called once per request without arguments, in order; each returns
+                      a function (all token ids so far, logits [V] fp32 tensor) -> logits, which
+                      runs after masks and bias and before temperature. It must be a function of its
+                      arguments alone
+    prompt_logprobs   report the logprob of every prompt token but the first, as `logprobs_mode`
+                      says
     structured        the shape of the output: a Structured, or a mapping that makes one. Ending ids
                       are then legal exactly when the shape is complete, so `ignore_eos` and
                       `min_tokens` cannot be combined with it
@@ -108,6 +119,9 @@ class SamplingParams:
     logprobs_mode: str = "processed"
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     forced_token_ids: Iterable[int] = ()
+    n: int = 1
+    logits_processors: Iterable[Callable[[], object]] = ()
+    prompt_logprobs: bool = False
     structured: Structured | Mapping[str, object] | None = None
     timeout_s: float | None = None
 
@@ -150,6 +164,8 @@ class SamplingParams:
         ):
             put("seed", int(self.seed) & (2**64 - 1))
         need(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
+        need(isinstance(self.prompt_logprobs, bool), "prompt_logprobs", "True or False")
+        count("n", f"an integer from 1 to {MAX_SAMPLES}", 1, MAX_SAMPLES)
         if self.timeout_s is not None:
             number("timeout_s", "a finite number above 0, or None", math.nextafter(0.0, 1.0), 1e9)
         if isinstance(self.logprobs, bool):
@@ -198,6 +214,15 @@ class SamplingParams:
                 problems.append(
                     f"{name} must be token ids (integers >= 0), not {getattr(self, name)!r}"
                 )
+        factories = self.logits_processors
+        makers = tuple(factories) if isinstance(factories, Iterable) else (None,)
+        if all(callable(maker) for maker in makers):
+            object.__setattr__(self, "logits_processors", makers)
+        else:
+            problems.append(
+                "logits_processors must be factories, called without arguments, not "
+                f"{self.logits_processors!r}"
+            )
         bias = self.logit_bias
         if isinstance(bias, Mapping) and all(
             _is_integer(i) and i >= 0 and _is_number(b) for i, b in bias.items()
@@ -229,6 +254,12 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the largest logit always wins."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def processor_factories(self) -> tuple[Callable[[], object], ...]:
+        """`logits_processors` in its stored form."""
+        assert isinstance(self.logits_processors, tuple)
+        return self.logits_processors
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -271,6 +302,7 @@ class Request:
 
     request_id        unique within an engine
     index             place of the prompt in the call that brought it
+    sample_index      which of the prompt's samples, 0..n-1
     prompt_token_ids  at least one id, all inside the vocabulary
     seed              the resolved seed, 0..2^64-1
     streams           whether every step's new tokens are reported as Chunks
@@ -278,6 +310,7 @@ class Request:
 
     request_id: int
     index: int = 0
+    sample_index: int = 0
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
@@ -287,8 +320,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What became of one input. Every input has exactly one, also when it could not run.
+    """What became of one input. Every input has exactly one for each of its samples, also when it
+    could not run.
 
+    index, sample_index  place of the prompt in its call, and which of its samples
     token_ids       generated ids, with the end-of-sequence or stop id that ended them, and with the
                     ids that hold a stop string
     text            the text of `token_ids` without the ending id and without the stop string and
@@ -298,6 +333,10 @@ class Completion:
     logprobs        one number per token when asked
     top_logprobs    per token, (id, logprob) pairs from the likeliest, ties to the lower id; when
                     asked
+    prompt_logprobs  one number per prompt token but the first, when asked
+    num_steps        steps that brought tokens: tokens / steps is the mean accepted length
+    num_draft_proposed, num_draft_verified, num_draft_accepted
+                     drafts made for the request, those the model ran, those that were right
     ttft_s, finish_s  seconds from submission to the first token, and to the end
     """
 
@@ -310,9 +349,15 @@ class Completion:
     error: str | None = None
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
     ttft_s: float | None = None
     finish_s: float = 0.0
     num_preemptions: int = 0
+    num_steps: int = 0
+    num_draft_proposed: int = 0
+    num_draft_verified: int = 0
+    num_draft_accepted: int = 0
+    sample_index: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
