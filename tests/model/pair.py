@@ -18,7 +18,7 @@ from deepinfer.cache.tensors import Caches
 from deepinfer.chat.token_map import load_token_map
 from deepinfer.config import ModelConfig
 from deepinfer.config.engine import NumericsConfig
-from deepinfer.model.fast.inputs import SequenceRows, build_inputs
+from deepinfer.model.fast.inputs import ReplayMode, SequenceRows, build_inputs
 from deepinfer.model.fast.model import FastModel
 from deepinfer.model.fast.session import Session
 from deepinfer.model.reference import Numerics, ReferenceModel
@@ -187,9 +187,17 @@ class Bench:
         parts: Iterable[tuple[int, Sequence[int]]],
         decode: bool = False,
         trace: dict[str, Tensor] | None = None,
+        replay: ReplayMode = "off",
+        floors: Mapping[int, int] | None = None,
+        saves: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     ) -> list[Tensor]:
-        """Run one step of (sequence, tokens); returns each one's logits [n, V]."""
+        """Run one step of (sequence, tokens); returns each one's logits [n, V].
+
+        floors, saves  of the sequences that have any; with dropped rows, logits are those of kept
+                       rows only
+        """
         parts = list(parts)
+        floors, saves = floors or {}, saves or {}
         step = [
             SequenceRows(
                 self.rows[i].slot,
@@ -198,14 +206,24 @@ class Bench:
                 self.rows[i].blocks[
                     : -(-(self.rows[i].length + len(ids)) // self.layout.tokens_per_block)
                 ],
+                floors.get(i, 0),
+                saves.get(i, ()),
             )
             for i, ids in parts
         ]
-        inputs = build_inputs(step, decode, self.layout)
-        logits = self.model.forward(inputs, self.caches, torch.arange(inputs.num_rows), trace)
+        inputs = build_inputs(step, decode, self.layout, "cpu", replay)
+        counts = [len(ids) for _, ids in parts]
+        rows = torch.arange(inputs.num_rows)
+        if replay == "compact" and not decode:
+            skipped = [min(max(s.floor - s.start, 0), len(s.token_ids)) for s in step]
+            starts = torch.tensor([0, *counts]).cumsum(0)[:-1].tolist()
+            ends = zip(starts, skipped, counts, strict=True)
+            rows = torch.cat([rows[at + skip : at + count] for at, skip, count in ends])
+            counts = [count - skip for count, skip in zip(counts, skipped, strict=True)]
+        logits = self.model.forward(inputs, self.caches, rows, trace)
         for i, ids in parts:
             self.rows[i].length += len(ids)
-        return list(torch.split(logits, [len(ids) for _, ids in parts]))
+        return list(torch.split(logits, counts))
 
     @torch.inference_mode()
     def draft(self, parts: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,12 @@ from deepinfer.config import ModelConfig
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.rope.tables import window_inv_freq
-from deepinfer.model.fast.attention import project, project_entries, project_output
+from deepinfer.model.fast.attention import (
+    project,
+    project_entries,
+    project_output,
+    store_window,
+)
 from deepinfer.model.fast.block import run_block, start_streams
 from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights, Loader
@@ -62,7 +67,7 @@ class DraftModel:
         for i, block in enumerate(self.blocks):
             kv = project_entries(step, block.attention, main, step.rotation[False])
             cache = step.caches.windows[config.num_hidden_layers + i]
-            ops.cache_store(cache, kv, step.inputs.window_store)
+            store_window(step, cache, kv)
 
     def propose(
         self,

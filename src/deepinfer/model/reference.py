@@ -332,6 +332,7 @@ class LayerState:
     positions     [T] int64, 0..T-1
     window_slots  [T] slots that each row's softmax gives to its window; changes roundings only
     selections    layer -> choices that replace the first rows of its own
+    replay_start  in the decoder half, windows hold no position below this one
     latents       layer -> compressed entries [N, D]
     keys          layer -> index keys [N, index D]
     selected      layer -> chosen entries [T, K]
@@ -343,6 +344,7 @@ class LayerState:
     window_slots: Tensor
     index_rounding: IndexRounding = "reference"
     selections: Mapping[int, Tensor] = field(default_factory=dict)
+    replay_start: int = 0
     latents: dict[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
     selected: dict[int, Tensor] = field(default_factory=dict)
@@ -393,6 +395,7 @@ class ReferenceModel:
         window_slots: WindowSlots | Tensor = "recorded",
         index_rounding: IndexRounding = "reference",
         selections: Mapping[int, Tensor] | None = None,
+        replay_start: int = 0,
     ) -> Tensor:
         """Return the logits after every token of a sequence, [T, V] fp32 [A 1.3].
 
@@ -407,9 +410,13 @@ class ReferenceModel:
         index_rounding  index scores as the published code rounds them, or rounded once
         selections      index source -> [R, K] entries, -1 padded, taken instead of the own choice
                         for the first R rows: ties are free, so a comparison may fix them
+        replay_start    bounded replay: the windows of the decoder half hold no position below it;
+                        its rows from there on are what a prefill that keeps T - replay_start tokens
+                        computes [A 7.3]
         """
         ids = torch.as_tensor(token_ids, dtype=torch.int64)
         state = self.state(ids.shape[0], window_slots, index_rounding, selections)
+        state.replay_start = replay_start
         stream, pre = self.start(ids)
         taps: list[Tensor] = []
         rows = self._hash(ids)
@@ -559,6 +566,8 @@ class ReferenceModel:
         entries = self._window_entries(name, x, rope, state.positions)
         widths = state.window_slots
         slots = _window_slots(state.positions, config.sliding_window, widths)
+        if layer.is_decoder:
+            slots = slots.masked_fill(slots < state.replay_start, -1)
         if layer.kv_source is not None and layer.index_source is not None:
             if layer.owns_kv:
                 self._compress(layer, x, state)

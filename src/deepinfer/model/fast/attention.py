@@ -12,7 +12,7 @@ from deepinfer.model.fast.indexer import gather_selected, select
 from deepinfer.model.fast.step import Pass, Rotation, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights
 
-__all__ = ["attention", "project", "project_entries", "project_output"]
+__all__ = ["attention", "project", "project_entries", "project_output", "store_window"]
 
 
 def project(
@@ -64,7 +64,7 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
     window_kv, window_idx = read_window(step, step.caches.windows[layer.layer_id], kv)
     main_kv = main_idx = None
     if layer.kv_source is not None and layer.index_source is not None:
-        if block.compressor is not None:
+        if block.compressor is not None and not step.compressed:
             compress_step(step, layer, block.compressor, x)
         if block.indexer is not None:
             select(step, layer, block.indexer, latent, x)
@@ -82,6 +82,14 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
     return project_output(step, weights, out, rotation)
 
 
+def store_window(step: Step, cache: PagedCache, kv: Tensor) -> None:
+    """Put the rows' entries kv [T, D] into the rings of their slots, and of checkpoints."""
+    step.ops.cache_store(cache, kv, step.inputs.window_store)
+    if step.inputs.window_save is not None:
+        rows, entries = step.inputs.window_save
+        step.ops.cache_store(cache, kv[rows], entries)
+
+
 def read_window(step: Step, cache: PagedCache, kv: Tensor) -> tuple[Tensor, Tensor]:
     """Store the rows' entries kv [T, D] and return what the rows see.
 
@@ -94,7 +102,7 @@ def read_window(step: Step, cache: PagedCache, kv: Tensor) -> tuple[Tensor, Tens
         slots = inputs.window_slots
         return ops.cache_load(cache, slots.flatten()).view(*slots.shape, cache.dim), slots
     history = ops.cache_load(cache, inputs.window_load)
-    ops.cache_store(cache, kv, inputs.window_store)
+    store_window(step, cache, kv)
     new = step.act_quantized(kv, "act8").float()
     window = step.config.sliding_window
     pieces: list[Tensor] = []

@@ -9,7 +9,8 @@ layer. Flat entry ids are `block * entries + offset`, for rings `slot * length +
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,9 +20,20 @@ from torch import Tensor
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.errors import ShapeError
 
-__all__ = ["History", "ModelInputs", "RatioInputs", "SequenceRows", "build_inputs"]
+__all__ = [
+    "History",
+    "ModelInputs",
+    "RatioInputs",
+    "Replay",
+    "ReplayMode",
+    "SequenceRows",
+    "build_inputs",
+]
 
 IntArray = NDArray[np.int64]
+
+ReplayMode = Literal["off", "mask", "compact"]
+"""Which rows of a prompt the decoder half runs; `docs/replay.md`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +44,18 @@ class SequenceRows:
     start      absolute position of the first row
     token_ids  the rows' tokens
     blocks     block table that covers positions 0..start+len-1
+    floor      in the decoder half, windows see no position below this one (bounded replay)
+    saves      (end, slot): that slot gets the rings and tails as they stand after `end` tokens;
+               start < end <= start+len, and it holds those of `start` tokens already. `end` is a
+               multiple of every compression ratio
     """
 
     slot: int
     start: int
     token_ids: Sequence[int]
     blocks: Sequence[int]
+    floor: int = 0
+    saves: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +107,11 @@ class ModelInputs:
     window_load   [B*W] prefill: flat ring entries of the W positions before the step
     window_slots  [T, W] prefill: indices into each sequence's [W loaded | its rows], one after the
                   other; decode: flat ring entries
+    window_save   rows and ring entries of other slots that also get their values: [n] and [n], None
+                  without saves
     tail          look-back of the ratio-2 compressors, None without them
     engram        look-back of Engram, None without it
+    replay        what the decoder half runs instead, None = the same
     """
 
     decode: bool
@@ -103,9 +124,25 @@ class ModelInputs:
     window_store: Tensor
     window_load: Tensor
     window_slots: Tensor
+    window_save: tuple[Tensor, Tensor] | None
     ratios: Mapping[int, RatioInputs]
     tail: History | None
     engram: History | None
+    replay: Replay | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The decoder half's part of a step under bounded replay.
+
+    inputs  its rows; None when it has none
+    rows    [n] which rows of the step these are, None = all of them
+    places  [T] where each row of the step is among them, -1 = nowhere; None = in its own place
+    """
+
+    inputs: ModelInputs | None
+    rows: Tensor | None
+    places: Tensor | None
 
 
 def build_inputs(
@@ -113,12 +150,55 @@ def build_inputs(
     decode: bool,
     layout: CacheLayout,
     device: torch.device | str = "cpu",
+    replay: ReplayMode = "off",
 ) -> ModelInputs:
     """Lay out a step.
 
     decode  rows read the rings after storing; needs at most 1 + max_rollback rows per sequence
+    replay  what the decoder half does about positions below a sequence's `floor`: nothing, hide
+            them from its windows, or drop their rows as well. Decode steps have no floor
     Raises ShapeError for an empty step, a sequence without rows, a decode step with too many rows
     or a block table that does not cover the rows.
+    """
+    whole = _build(sequences, decode, layout, device, floors=False)
+    if replay == "off" or decode or all(s.floor <= s.start - layout.window for s in sequences):
+        return whole
+    if replay == "mask":
+        masked = _build(sequences, decode, layout, device, floors=True)
+        return replace(whole, replay=Replay(masked, None, None))
+    kept: list[SequenceRows] = []
+    rows: list[IntArray] = []
+    for first, s in zip(whole.cu_rows, sequences, strict=False):
+        count = len(s.token_ids)
+        skipped = min(max(s.floor - s.start, 0), count)
+        if skipped < count:
+            ids = s.token_ids[skipped:]
+            kept.append(SequenceRows(s.slot, s.start + skipped, ids, s.blocks, s.floor))
+            rows.append(np.arange(first + skipped, first + count))
+    if not kept:
+        return replace(whole, replay=Replay(None, None, None))
+    index = np.concatenate(rows)
+    places = np.full(whole.num_rows, -1, dtype=np.int64)
+    places[index] = np.arange(index.shape[0])
+    compact = _build(kept, decode, layout, device, floors=True)
+    return replace(
+        whole,
+        replay=Replay(
+            compact, torch.from_numpy(index).to(device), torch.from_numpy(places).to(device)
+        ),
+    )
+
+
+def _build(
+    sequences: Sequence[SequenceRows],
+    decode: bool,
+    layout: CacheLayout,
+    device: torch.device | str,
+    floors: bool,
+) -> ModelInputs:
+    """Lay out the rows of one half.
+
+    floors  hide positions below each sequence's floor from the windows
     """
     counts = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
     _check(sequences, counts, decode, layout)
@@ -135,11 +215,12 @@ def build_inputs(
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     window, ring = layout.window, layout.ring_length
+    floor = np.array([s.floor if floors else 0 for s in sequences], dtype=np.int64)
     first = np.maximum(positions - window + 1, 0)
     held = first[:, None] + np.arange(window)
-    absent = held > positions[:, None]
+    absent = (held > positions[:, None]) | (held < floor[row_seq][:, None])
     back = starts[:, None] - window + np.arange(window)
-    load = np.where(back >= 0, slots[:, None] * ring + back % ring, -1).ravel()
+    load = np.where(back >= floor[:, None], slots[:, None] * ring + back % ring, -1).ravel()
     if decode:
         window_slots = np.where(absent, -1, slots[row_seq][:, None] * ring + held % ring)
     else:
@@ -158,6 +239,8 @@ def build_inputs(
         rows = np.where(steps >= 0, inside, row_seq[:, None] * depth + depth + steps)
         kept = np.nonzero(offset >= counts[row_seq] - length)[0]
         target = slots[row_seq[kept]] * length + positions[kept] % length
+        more, places = _saved(sequences, cu_rows, depth, length)
+        kept, target = np.concatenate([kept, more]), np.concatenate([target, places])
         return History(put(loads), put(rows), put(kept), put(target))
 
     ratios = {
@@ -165,6 +248,7 @@ def build_inputs(
         for ratio in layout.ratios
     }
     engram = layout.engram_tail
+    saved = _saved(sequences, cu_rows, window, ring)
     return ModelInputs(
         decode=decode,
         num_rows=num_rows,
@@ -176,10 +260,25 @@ def build_inputs(
         window_store=put(store),
         window_load=put(load),
         window_slots=put(window_slots),
+        window_save=(put(saved[0]), put(saved[1])) if saved[0].size else None,
         ratios=ratios,
         tail=history(1, layout.tails[0][1].length) if layout.tails else None,
         engram=None if engram is None else history(layout.engram_history, engram.length),
     )
+
+
+def _saved(
+    sequences: Sequence[SequenceRows], cu_rows: IntArray, depth: int, length: int
+) -> tuple[IntArray, IntArray]:
+    """Return which rows a checkpoint's ring of `length` keeps as its last `depth`, and where."""
+    rows: list[IntArray] = [np.empty(0, dtype=np.int64)]
+    entries: list[IntArray] = [np.empty(0, dtype=np.int64)]
+    for first, sequence in zip(cu_rows, sequences, strict=False):
+        for end, slot in sequence.saves:
+            held = np.arange(max(end - depth, sequence.start), end)
+            rows.append(first + held - sequence.start)
+            entries.append(slot * length + held % length)
+    return np.concatenate(rows), np.concatenate(entries)
 
 
 def _check(

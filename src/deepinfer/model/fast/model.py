@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import MutableMapping
 
 import numpy as np
@@ -20,8 +22,9 @@ from deepinfer.kernels.rows import sum_in_order
 from deepinfer.model.dspark import DraftModel
 from deepinfer.model.fast.attention import attention
 from deepinfer.model.fast.block import run_block, start_streams
+from deepinfer.model.fast.compressor import compress_step
 from deepinfer.model.fast.engram import EngramHash, add_engram
-from deepinfer.model.fast.inputs import ModelInputs
+from deepinfer.model.fast.inputs import ModelInputs, Replay
 from deepinfer.model.fast.step import Numerics, Step
 from deepinfer.model.fast.weights import BlockWeights, Loader
 from deepinfer.weights.load import TensorSource
@@ -119,6 +122,7 @@ class FastModel:
         resolved = resolve_numerics(numerics, device)
         return cls(checkpoint.config, loader, ops, resolved, token_map, with_drafts)
 
+    @np.errstate(all="ignore")  # what is not finite is found in the logits
     def forward(
         self,
         inputs: ModelInputs,
@@ -140,6 +144,14 @@ class FastModel:
         rows = [] if self._hash is None else self._hash.rows(step)
         taps: list[Tensor] = []
         for layer, block in zip(config.layers, self.blocks, strict=True):
+            if inputs.replay is not None and layer.layer_id == config.first_decoder_layer:
+                entered = self._enter_decoder(step, inputs.replay, block, stream, pre)
+                if entered is None:
+                    return self._no_logits(stream)
+                step, stream, pre = entered
+                if inputs.replay.rows is not None and inputs.replay.places is not None:
+                    taps = [tap[inputs.replay.rows] for tap in taps]
+                    logits_rows = inputs.replay.places[logits_rows]
             if layer.engram_idx is not None and block.engram is not None:
                 stream = add_engram(step, block.engram, stream, rows[layer.engram_idx])
                 step.note("engram_out", stream)
@@ -148,9 +160,7 @@ class FastModel:
             ):
                 tap = sum_in_order(stream.float(), 1) / config.hc_mult
                 taps.append(tap.to(stream.dtype))
-
-            def attend(x: Tensor, layer=layer, block=block) -> Tensor:  # type: ignore[no-untyped-def]
-                return attention(step, layer, block, x)
+            attend = functools.partial(attention, step, layer, block)
 
             stream, pre = run_block(step, block, stream, pre, attend, config.num_experts_per_tok)
         if self.draft is not None:
@@ -163,10 +173,45 @@ class FastModel:
             for name, values in step.trace.items():
                 trace[name] = values[0] if name in _PER_SEQUENCE else torch.stack(values)
         if not logits_rows.shape[0]:
-            return stream.new_empty(0, config.vocab_size, dtype=torch.float32)
+            return self._no_logits(stream)
         hidden = ops.hyper_collapse(stream[logits_rows], pre[logits_rows])
         hidden = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
         return ops.dense_linear(hidden, self.head, torch.float32)
+
+    def _enter_decoder(
+        self, step: Step, replay: Replay, block: BlockWeights, stream: Tensor, pre: Tensor
+    ) -> tuple[Step, Tensor, Tensor] | None:
+        """Go on with the decoder half's rows, None when there are none.
+
+        All rows give their compressed entries first: these need the encoder half only.
+        Source: backbone specification, 7.4.
+        """
+        if replay.inputs is not None and replay.rows is None:
+            return dataclasses.replace(step, inputs=replay.inputs), stream, pre
+        assert step.trace is None, "rows that are left out have no values to trace"
+        layer = self.config.layers[self.config.first_decoder_layer]
+        assert block.compressor is not None, "the decoder half begins with its entries"
+        x = self.ops.hyper_collapse(stream, pre)
+        x = self.ops.rms_norm(x, block.attn_norm, self.config.rms_norm_eps)
+        compress_step(step, layer, block.compressor, x)
+        if replay.inputs is None or replay.rows is None:
+            return None
+        rows = replay.rows
+        kept = Step(
+            config=self.config,
+            ops=self.ops,
+            numerics=self.numerics,
+            rotation={kind: (cos[rows], sin[rows]) for kind, (cos, sin) in step.rotation.items()},
+            trace=None,
+            inputs=replay.inputs,
+            caches=step.caches,
+            emit_rotation={},
+            compressed=True,
+        )
+        return kept, stream[rows], pre[rows]
+
+    def _no_logits(self, stream: Tensor) -> Tensor:
+        return stream.new_empty(0, self.config.vocab_size, dtype=torch.float32)
 
     def diagnose(self, inputs: ModelInputs, caches: Caches) -> str:
         """Run rows again and name the first layer whose output is not finite."""

@@ -69,6 +69,7 @@ class Step(Pass):
     topk           index source -> [T, K] sequence-local entries, -1 padded
     candidates     [T, blocks] sequence-local candidate blocks, -1 padded; None = all
     selected       (KV source, index source) -> dequantized entries and [T, K] indices into them
+    compressed     the entries of every layer to come are stored already
     """
 
     inputs: ModelInputs
@@ -77,3 +78,4 @@ class Step(Pass):
     topk: dict[int, Tensor] = field(default_factory=dict)
     candidates: Tensor | None = None
     selected: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    compressed: bool = False
