@@ -1,0 +1,96 @@
+"""From a Structured to a program for a library, a report, and the last word on output (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from deepinfer.config.engine import GrammarConfig
+from deepinfer.errors import RequestError
+from deepinfer.grammar.backend import Program
+from deepinfer.grammar.ebnf import ROOT, GrammarError, parse_ebnf
+from deepinfer.grammar.nodes import NOTHING, Automaton, Node, Rules, alt, inline, literal, size
+from deepinfer.grammar.regex import PatternError, parse_regex
+from deepinfer.grammar.report import Report
+from deepinfer.grammar.spec import Structured
+
+__all__ = ["Prepared", "prepare"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A shape ready to be compiled.
+
+    last_word  given a finished output, returns what is wrong with it, or None
+    """
+
+    program: Program
+    report: Report
+    last_word: Callable[[str], str | None]
+
+
+def prepare(shape: Structured, config: GrammarConfig) -> Prepared:
+    """Check a shape and reduce it; raises RequestError that says where it is wrong."""
+    source_bytes = len(shape.text.encode())
+    if source_bytes > config.max_source_bytes:
+        raise RequestError(
+            f"structured {shape.kind} has {source_bytes} bytes, at most {config.max_source_bytes} "
+            "are accepted: shorten it, or raise grammar.max_source_bytes"
+        )
+    if shape.kind == "json":
+        return _json(shape, config)
+    rules = _rules(shape)
+    _check_size(shape, rules, config)
+    whole = inline(rules, ROOT, config.max_states)
+    if whole == NOTHING:
+        raise RequestError(f"structured {shape.kind} matches no text at all")
+    program = Program(rules=rules, max_states=config.max_states)
+    return Prepared(program, Report(), _membership(whole, shape.kind))
+
+
+def _rules(shape: Structured) -> Rules:
+    try:
+        if shape.regex is not None:
+            return {ROOT: parse_regex(shape.regex)}
+        if shape.ebnf is not None:
+            return parse_ebnf(shape.ebnf)
+    except PatternError as error:
+        raise RequestError(f"structured regex cannot be used: {error}") from None
+    except GrammarError as error:
+        raise RequestError(f"structured ebnf cannot be used: {error}") from None
+    return {ROOT: alt(*map(literal, shape.choices))}
+
+
+def _check_size(shape: Structured, rules: Rules, config: GrammarConfig) -> None:
+    total = sum(size(node) for node in rules.values())
+    if total > config.max_states:
+        raise RequestError(
+            f"structured {shape.kind} has {_about(total)} characters with its repetitions written "
+            f"out, at most {config.max_states} are accepted: repeat less, or raise "
+            "grammar.max_states"
+        )
+
+
+def _about(count: int) -> str:
+    return str(count) if count < 10**9 else "more than 10^9"
+
+
+def _membership(whole: Node | None, kind: str) -> Callable[[str], str | None]:
+    """Return the check of a regular shape; a recursive one is the library's alone."""
+    if whole is None:
+        return lambda text: None
+    node = whole
+
+    @cache
+    def automaton() -> Automaton:
+        return Automaton(node)
+
+    def check(text: str) -> str | None:
+        return None if automaton().matches(text) else f"the output does not match the {kind}"
+
+    return check
+
+
+def _json(shape: Structured, config: GrammarConfig) -> Prepared:
+    raise RequestError("structured json is not built yet")
