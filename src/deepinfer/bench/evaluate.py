@@ -51,8 +51,8 @@ DISTANCES: Final = (0, 128, 256, 512, 1024, 2048)
 
 _PROMPT: Final = 256
 _CONTINUED: Final = 96
-_STREAMS: Final = 16
-_PROMPTS_A_SOURCE: Final = 12
+_STREAMS: Final = 32
+_PROMPTS_A_SOURCE: Final = 16
 _JSON_PROMPTS: Final = 32
 _ANSWER_TOKENS: Final = 512
 # characters of filler, facts, cases
@@ -154,21 +154,20 @@ class Evaluation:
             for row in cut(document, self.tokenizer, 2 * _PROMPT)
             if len(row.token_ids) > length
         ]
-        prompts: dict[str, list[list[int]]] = {}
+        prompts: list[tuple[str, list[int]]] = []
         for source in dict.fromkeys(row.source for row in rows):
             chosen = self.picked(
                 [row for row in rows if row.source == source], self.capped(_PROMPTS_A_SOURCE)
             )
-            prompts[source] = [list(row.token_ids[:length]) for row in chosen]
-        prompts["json"] = self._json_prompts()
-        found = {}
-        for source, ids in prompts.items():
-            self.tell(f"drafts, {source}: {len(ids)} prompts of up to {_CONTINUED} tokens")
-            found[source] = [
-                pair
-                for first in range(0, len(ids), _STREAMS)
-                for pair in draft_along(self.model, ids[first : first + _STREAMS], _CONTINUED)
-            ]
+            prompts += [(source, list(row.token_ids[:length])) for row in chosen]
+        prompts += [("json", ids) for ids in self._json_prompts()]
+        self.tell(f"drafts: {len(prompts)} prompts, each continued by {_CONTINUED} tokens at most")
+        found: dict[str, list[tuple[Drafting, list[int]]]] = {source: [] for source, _ in prompts}
+        for first in range(0, len(prompts), _STREAMS):
+            part = prompts[first : first + _STREAMS]
+            pairs = draft_along(self.model, [ids for _, ids in part], _CONTINUED)
+            for (source, _), pair in zip(part, pairs, strict=True):
+                found[source].append(pair)
         return found
 
     def _json_prompts(self) -> list[list[int]]:
