@@ -31,6 +31,10 @@ class BlockPool:
         """Blocks that can be allocated now."""
         return len(self._free)
 
+    def count(self, block: int) -> int:
+        """How often a block is held."""
+        return self._counts[block]
+
     def allocate(self, count: int) -> list[int]:
         """Return `count` block ids, each now held once. The caller has checked `num_free`."""
         assert 0 <= count <= len(self._free), (count, len(self._free))
