@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Final, TypeVar
 
 from torch import Tensor
@@ -117,6 +118,8 @@ def choose(op: str, capability: Capability, only_reference: bool = False) -> Imp
     """
     for implementation in TABLE[op]:
         if only_reference and implementation.name != "reference":
+            continue
+        if implementation.needs and not find_spec(implementation.needs):
             continue
         if not implementation.archs or capability.arch in implementation.archs:
             return implementation

@@ -22,6 +22,7 @@ class Implementation:
     archs      device architectures it runs on, () = any
     invariant  a row's bits do not depend on its batch
     why        one clause for `doctor`
+    needs      package that must be installed, "" = none
     """
 
     name: str
@@ -29,40 +30,46 @@ class Implementation:
     archs: tuple[str, ...] = ()
     invariant: bool = True
     why: str = "the definition, plain torch"
+    needs: str = ""
 
 
-def _only_reference(folder: str) -> tuple[Implementation, ...]:
-    return (Implementation("reference", f"{folder}.reference"),)
+_CARDS: Final = (
+    "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121",
+)  # fmt: skip
+
+
+def _portable(folder: str, cpu: str = "") -> tuple[Implementation, ...]:
+    """The reference, Triton on NVIDIA cards, and where `cpu` says why, a twin for the CPU."""
+    triton = Implementation(
+        "triton", f"{folder}.triton", _CARDS, why="one kernel for every card", needs="triton"
+    )
+    lines = (triton, Implementation("reference", f"{folder}.reference"))
+    return (Implementation("cpu", f"{folder}.cpu", ("cpu",), why=cpu), *lines) if cpu else lines
 
 
 TABLE: Final[Mapping[str, tuple[Implementation, ...]]] = {
-    "rms_norm": _only_reference("rms_norm"),
-    "cos_sin": _only_reference("rope"),
-    "rotate_tail": _only_reference("rope"),
-    "round_trip": _only_reference("quantize"),
-    "fp8_linear": _only_reference("linear"),
-    "dense_linear": _only_reference("linear"),
-    "grouped_linear": _only_reference("linear"),
-    "expert_linear": _only_reference("expert_linear"),
-    "swiglu": _only_reference("expert_linear"),
-    "route": _only_reference("router"),
-    "hyper_mix": (
-        Implementation(
-            "cpu", "hyper.cpu", ("cpu",), why="Sinkhorn in numpy: fewer and cheaper calls"
-        ),
-        *_only_reference("hyper"),
-    ),
-    "hyper_collapse": _only_reference("hyper"),
-    "hyper_expand": _only_reference("hyper"),
-    "compress": _only_reference("compress"),
-    "index_score": _only_reference("index_score"),
-    "select_topk": _only_reference("topk"),
-    "select_blocks": _only_reference("topk"),
-    "block_mask": _only_reference("topk"),
-    "sparse_attention": _only_reference("attention"),
-    "cache_store": _only_reference("cache_io"),
-    "cache_load": _only_reference("cache_io"),
-    "engram_hash": _only_reference("engram"),
-    "engram_lookup": _only_reference("engram"),
-    "engram_gate": _only_reference("engram"),
+    "rms_norm": _portable("rms_norm"),
+    "cos_sin": _portable("rope"),
+    "rotate_tail": _portable("rope"),
+    "round_trip": _portable("quantize"),
+    "fp8_linear": _portable("linear"),
+    "dense_linear": _portable("linear"),
+    "grouped_linear": _portable("linear"),
+    "expert_linear": _portable("expert_linear"),
+    "swiglu": _portable("expert_linear"),
+    "route": _portable("router"),
+    "hyper_mix": _portable("hyper", "Sinkhorn in numpy: fewer and cheaper calls"),
+    "hyper_collapse": _portable("hyper"),
+    "hyper_expand": _portable("hyper"),
+    "compress": _portable("compress"),
+    "index_score": _portable("index_score"),
+    "select_topk": _portable("topk"),
+    "select_blocks": _portable("topk"),
+    "block_mask": _portable("topk"),
+    "sparse_attention": _portable("attention"),
+    "cache_store": _portable("cache_io"),
+    "cache_load": _portable("cache_io"),
+    "engram_hash": _portable("engram"),
+    "engram_lookup": _portable("engram"),
+    "engram_gate": _portable("engram"),
 }

@@ -1,0 +1,156 @@
+"""Hyper-connections in Triton: a thin product with the norm beside it, Sinkhorn in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.linear import DenseWeight
+from deepinfer.kernels.tiles import ceil_div, dot, launch, narrow, next_power, sigmoid
+
+_ROWS, _INPUTS, _TOKENS = 16, 64, 16
+
+
+@triton.jit
+def _project(
+    h, fn, scale, base, out, T, W, K, M, eps,
+    BT: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out [T, W]: normalized, scaled and shifted projections of the flattened streams."""
+    row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    column = tl.arange(0, BW)
+    acc = tl.zeros((BT, BW), tl.float32)
+    squares = tl.zeros((BT,), tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        held = (row < T)[:, None] & (k < K)[None, :]
+        values = tl.load(h + row[:, None] * K + k[None, :], held, 0.0).to(tl.float32)
+        held = (column < W)[:, None] & (k < K)[None, :]
+        weights = tl.load(fn + column[:, None] * K + k[None, :], held, 0.0)
+        acc = dot(values, tl.trans(weights), acc, False)
+        squares += tl.sum(values * values, 1)
+    mean = tl.div_rn(squares, tl.zeros_like(squares) + K)
+    norm = tl.div_rn(tl.zeros_like(mean) + 1.0, tl.sqrt_rn(mean + eps))
+    gain = tl.where(column < M, 0, tl.where(column < 2 * M, 1, 2))
+    factor = tl.load(scale + gain)[None, :]
+    shift = tl.load(base + column, column < W, 0.0)[None, :]
+    held = (row < T)[:, None] & (column < W)[None, :]
+    result = acc * norm[:, None] * factor + shift
+    tl.store(out + row[:, None] * W + column[None, :], result, held)
+
+
+@triton.jit
+def _coefficients(
+    raw, pre, post, comb, T, W, eps, ITERS: tl.constexpr,
+    M: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    stream = tl.arange(0, BM)
+    held = (row < T)[:, None] & (stream < M)[None, :]
+    at = raw + row[:, None] * W + stream[None, :]
+    place = row[:, None] * M + stream[None, :]
+    tl.store(pre + place, sigmoid(tl.load(at, held, 0.0)) + eps, held)
+    tl.store(post + place, 2.0 * sigmoid(tl.load(at + M, held, 0.0)), held)
+    inside = (stream < M)[None, :, None] & (stream < M)[None, None, :]
+    inside = inside & (row < T)[:, None, None]
+    cell = stream[None, :, None] * M + stream[None, None, :]
+    values = tl.load(raw + row[:, None, None] * W + 2 * M + cell, inside, float("-inf"))
+    peak = tl.max(values, 2)[:, :, None]
+    exps = tl.where(inside, tl.exp(values - tl.where(peak > float("-inf"), peak, 0.0)), 0.0)
+    sums = tl.sum(exps, 2)[:, :, None]
+    c = tl.where(inside, tl.div_rn(exps, tl.broadcast_to(sums, exps.shape)) + eps, 0.0)
+    sums = tl.sum(c, 1)[:, None, :] + eps
+    c = tl.div_rn(c, tl.broadcast_to(sums, c.shape))
+    for _ in range(ITERS - 1):
+        sums = tl.sum(c, 2)[:, :, None] + eps
+        c = tl.div_rn(c, tl.broadcast_to(sums, c.shape))
+        sums = tl.sum(c, 1)[:, None, :] + eps
+        c = tl.div_rn(c, tl.broadcast_to(sums, c.shape))
+    tl.store(comb + row[:, None, None] * (M * M) + cell, c, inside)
+
+
+def hyper_mix(
+    h: Tensor,
+    fn: DenseWeight,
+    scale: Tensor,
+    base: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference."""
+    h, weight = h.contiguous(), fn.fp32().contiguous()
+    num_rows, streams, dim = h.shape
+    width = weight.shape[0]
+    raw = scale.new_empty(num_rows, width, dtype=torch.float32)
+    pre, post = (raw.new_empty(num_rows, streams) for _ in range(2))
+    comb = raw.new_empty(num_rows, streams, streams)
+    if not num_rows:
+        return pre, post, comb
+    launch(
+        _project, (ceil_div(num_rows, _ROWS),), h, weight, scale.float(), base.float(), raw,
+        num_rows, width, streams * dim, streams, norm_eps,
+        BT=_ROWS, BW=next_power(width, 16), BK=_INPUTS,
+    )  # fmt: skip
+    launch(
+        _coefficients, (ceil_div(num_rows, _TOKENS),), raw, pre, post, comb, num_rows, width,
+        hc_eps, ITERS=iters, M=streams, BM=next_power(streams), BT=_TOKENS,
+    )  # fmt: skip
+    return pre, post, comb
+
+
+@triton.jit
+def _collapse(h, pre, out, C, M: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = column < C
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(M):
+        stream = tl.load(h + (row * M + i) * C + column, held, 0.0).to(tl.float32)
+        acc += tl.load(pre + row * M + i) * stream
+    tl.store(out + row * C + column, narrow(acc, out.dtype.element_ty), held)
+
+
+def hyper_collapse(h: Tensor, pre: Tensor) -> Tensor:
+    """As the reference."""
+    h = h.contiguous()
+    num_rows, streams, dim = h.shape
+    out = torch.empty(num_rows, dim, dtype=h.dtype, device=h.device)
+    block = min(1024, next_power(dim))
+    if num_rows:
+        launch(
+            _collapse, (ceil_div(dim, block), num_rows), h, pre.contiguous(), out, dim,
+            M=streams, BLOCK=block,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _expand(h, y, post, comb, out, C, M: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = column < C
+    new = tl.load(y + row * C + column, held, 0.0).to(tl.float32)
+    for j in tl.static_range(M):
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for i in tl.static_range(M):
+            stream = tl.load(h + (row * M + i) * C + column, held, 0.0).to(tl.float32)
+            acc += tl.load(comb + (row * M + i) * M + j) * stream
+        acc = tl.load(post + row * M + j) * new + acc
+        tl.store(out + (row * M + j) * C + column, narrow(acc, out.dtype.element_ty), held)
+
+
+def hyper_expand(h: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """As the reference."""
+    h = h.contiguous()
+    num_rows, streams, dim = h.shape
+    out = torch.empty_like(h)
+    block = min(1024, next_power(dim))
+    if num_rows:
+        launch(
+            _expand, (ceil_div(dim, block), num_rows), h, y.contiguous(), post.contiguous(),
+            comb.contiguous(), out, dim, M=streams, BLOCK=block,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,74 @@
+"""Rotary positions in Triton: one program per vector."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.tiles import ceil_div, launch, narrow, next_power
+
+
+@triton.jit
+def _cos_sin(positions, inv_freq, cos, sin, total, F, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = place < total
+    position = tl.load(positions + place // F, held, 0).to(tl.float32)
+    angle = position * tl.load(inv_freq + place % F, held, 0.0)
+    tl.store(cos + place, tl.cos(angle), held)
+    tl.store(sin + place, tl.sin(angle), held)
+
+
+def cos_sin(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference."""
+    shape = positions.shape[0], inv_freq.shape[0]
+    cos = torch.empty(shape, dtype=torch.float32, device=positions.device)
+    sin = torch.empty_like(cos)
+    total, block = cos.numel(), 256
+    if total:
+        launch(
+            _cos_sin, (ceil_div(total, block),), positions.contiguous(), inv_freq.contiguous(),
+            cos, sin, total, shape[1], BLOCK=block,
+        )  # fmt: skip
+    return cos, sin
+
+
+@triton.jit
+def _rotate_tail(
+    x, cos, sin, out, H, D, R, row_stride, head_stride,
+    INVERSE: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    row, head = program // H, program % H
+    source = x + row * row_stride + head * head_stride
+    target = out + program * D
+    kept = tl.arange(0, HEAD)
+    tl.store(target + kept, tl.load(source + kept, kept < D - R, 0.0), kept < D - R)
+    pair = tl.arange(0, HALF)
+    held = pair < R // 2
+    place = D - R + 2 * pair
+    even = tl.load(source + place, held, 0.0).to(tl.float32)
+    odd = tl.load(source + place + 1, held, 0.0).to(tl.float32)
+    c = tl.load(cos + row * (R // 2) + pair, held, 0.0)
+    s = tl.load(sin + row * (R // 2) + pair, held, 0.0)
+    if INVERSE:
+        s = -s
+    tl.store(target + place, narrow(even * c - odd * s, out.dtype.element_ty), held)
+    tl.store(target + place + 1, narrow(even * s + odd * c, out.dtype.element_ty), held)
+
+
+def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    """As the reference."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    heads = x.shape[1] if x.ndim == 3 else 1
+    dim, rotated = x.shape[-1], 2 * cos.shape[1]
+    if not x.numel():
+        return out
+    launch(
+        _rotate_tail, (x.shape[0] * heads,), x, cos.contiguous(), sin.contiguous(), out,
+        heads, dim, rotated, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
+        INVERSE=inverse, HEAD=next_power(max(1, dim - rotated)), HALF=next_power(rotated // 2),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,199 @@
+"""What the Triton kernels share: launching, tile products, and the number formats by their bits.
+
+Formats are taken apart with integer operations, so that one source serves every card from SM80 on,
+whether or not it has the type, and gives the reference's bits. Divisions are correctly rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "act4_e4_scale",
+    "act4_e8_scale",
+    "act8_round_trip",
+    "act8_scale",
+    "ceil_div",
+    "dot",
+    "e2m1_code",
+    "e2m1_round",
+    "e2m1_value",
+    "e4m3_code",
+    "e4m3_round",
+    "e4m3_value",
+    "launch",
+    "narrow",
+    "next_power",
+    "pow2_inverse",
+    "runs_on_bf16",
+    "sigmoid",
+    "ue8m0_value",
+]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
+    """Run a kernel over a grid. The one way in: the tests put a compiler in its place."""
+    kernel[grid](*arguments, **constants)
+
+
+def runs_on_bf16(dtype: torch.dtype) -> bool:
+    """Whether tile products of operands that are exact in this type may run on bf16.
+
+    Never under the interpreter, whose bf16 products are wrong.
+    """
+    return dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
+
+
+def ceil_div(size: int, part: int) -> int:
+    """Parts that cover a size."""
+    return -(-size // part)
+
+
+def next_power(size: int, least: int = 1) -> int:
+    """Smallest power of two that is at least `size` and `least`."""
+    return max(least, 1 << max(0, size - 1).bit_length())
+
+
+@triton.jit
+def dot(a, b, acc, BF16: tl.constexpr):
+    """acc + a @ b, in bf16 where that is exact, else in full fp32."""
+    if BF16:
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Round fp32 to a type, to even, also under the interpreter, whose own cast cuts bits off."""
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x != x, x, even.to(tl.float32, bitcast=True))
+    return x.to(dtype)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return tl.div_rn(1.0, 1.0 + tl.exp(-x))
+
+
+@triton.jit
+def e4m3_value(code):
+    """fp32 of e4m3 bytes (uint8)."""
+    c = code.to(tl.int32)
+    e = (c >> 3) & 15
+    m = c & 7
+    normal = (((e + 120) << 23) | (m << 20)).to(tl.float32, bitcast=True)
+    value = tl.where(e == 0, m.to(tl.float32) * 0.001953125, normal)
+    value = tl.where((c & 127) == 127, float("nan"), value)
+    return tl.where(c >= 128, -value, value)
+
+
+@triton.jit
+def ue8m0_value(code):
+    """fp32 power of two of ue8m0 bytes (uint8)."""
+    c = code.to(tl.int32)
+    bits = tl.where(c == 0, 0x00400000, tl.where(c == 255, 0x7FC00000, c << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_value(code):
+    """fp32 of e2m1 codes 0..15 (int32)."""
+    e = (code >> 1) & 3
+    m = code & 1
+    normal = (((e + 126) << 23) | (m << 22)).to(tl.float32, bitcast=True)
+    value = tl.where(e == 0, m.to(tl.float32) * 0.5, normal)
+    return tl.where(code >= 8, -value, value)
+
+
+@triton.jit
+def _pow2_ceil(x):
+    bits = (x.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pow2_inverse(scale):
+    """1 / scale of a normal power of two, exact."""
+    return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _with_sign(size, x):
+    bits = size.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_round(x):
+    """Round fp32 to the e4m3 grid, to even, clipped to +-448; keeps the sign of zero."""
+    size = tl.abs(x)
+    e = tl.maximum(size.to(tl.int32, bitcast=True) >> 23, 121)
+    step = ((e - 3) << 23).to(tl.float32, bitcast=True)
+    inverse = ((257 - e) << 23).to(tl.float32, bitcast=True)
+    rounded = (size * inverse + 8388608.0) - 8388608.0
+    rounded = rounded * step
+    return _with_sign(tl.where(rounded > 448.0, 448.0, rounded), x)
+
+
+@triton.jit
+def e4m3_code(rounded):
+    """Bytes (int32) of fp32 values on the e4m3 grid."""
+    bits = rounded.to(tl.int32, bitcast=True)
+    e = (bits >> 23) & 255
+    normal = ((e - 120) << 3) | ((bits >> 20) & 7)
+    small = (tl.abs(rounded) * 512.0).to(tl.int32)
+    code = tl.where(e >= 121, normal, small)
+    code = tl.where(rounded != rounded, 127, code)
+    return code | ((bits >> 24) & 128)
+
+
+@triton.jit
+def e2m1_round(x):
+    """Round fp32 to the e2m1 grid, to even, clipped to +-6; keeps the sign of zero."""
+    size = tl.abs(x)
+    size = tl.where(size > 6.0, 6.0, size)
+    step = tl.where(size < 2.0, 0.5, tl.where(size < 4.0, 1.0, 2.0))
+    inverse = tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
+    rounded = ((size * inverse + 8388608.0) - 8388608.0) * step
+    return _with_sign(rounded, x)
+
+
+@triton.jit
+def e2m1_code(rounded):
+    """Codes 0..15 (int32) of fp32 values on the e2m1 grid."""
+    size = tl.abs(rounded)
+    code = tl.where(size < 2.0, size * 2.0, tl.where(size < 4.0, size + 2.0, size * 0.5 + 4.0))
+    return code.to(tl.int32) | ((rounded.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def act8_scale(amax):
+    """Power-of-two scale of a group's largest magnitude, ACT8."""
+    return _pow2_ceil(tl.div_rn(tl.maximum(amax, 1e-4), 448.0))
+
+
+@triton.jit
+def act4_e8_scale(amax):
+    """Power-of-two scale of a group's largest magnitude, ACT4-E8."""
+    return _pow2_ceil(tl.div_rn(tl.maximum(amax, 7.052966104933725e-38), 6.0))
+
+
+@triton.jit
+def act4_e4_scale(amax):
+    """e4m3 scale of a group's largest magnitude, ACT4-E4."""
+    return e4m3_round(tl.div_rn(tl.maximum(amax, 0.01171875), 6.0))
+
+
+@triton.jit
+def act8_round_trip(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Quantize and dequantize a tile [ROWS, COLUMNS] in groups of 32 columns."""
+    groups = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
+    scale = act8_scale(tl.max(tl.abs(groups), 2))[:, :, None]
+    return tl.reshape(e4m3_round(groups * pow2_inverse(scale)) * scale, (ROWS, COLUMNS))

@@ -1,0 +1,175 @@
+"""The Triton kernels over every case: interpreted, or compiled for cards that are absent.
+
+Triton decides when a kernel is defined whether it is interpreted, so each use needs a process of
+its own: `python tests/kernels/triton_run.py run` or `compile ARCH...`. Prints a line per case.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1" if sys.argv[1] == "run" else "0"
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import tiles
+from deepinfer.kernels.cache_io.cases import empty_cache
+from deepinfer.kernels.cases import Case, all_cases
+from deepinfer.kernels.table import TABLE
+
+
+def implementation(op: str, name: str) -> object:
+    (line,) = (entry for entry in TABLE[op] if entry.name == name)
+    return getattr(import_module(f"deepinfer.kernels.{line.module}"), op)
+
+
+def tensors(result: object) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def poison() -> None:
+    """Fill what a kernel is handed to write with bytes that no result holds."""
+
+    def poisoned(make):
+        def empty(*args, **kwargs):
+            out = make(*args, **kwargs)
+            out.view(torch.uint8).fill_(0xA5) if out.numel() else None
+            return out
+
+        return empty
+
+    torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
+
+
+def problem(case: Case, got: Tensor, want: Tensor) -> str | None:
+    """What is wrong with a result against the reference's."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{tuple(got.shape)} {got.dtype}, not {tuple(want.shape)} {want.dtype}"
+    if case.tolerance == 0.0 or not got.dtype.is_floating_point:
+        wrong = int((got != want).sum())
+        return f"{wrong} values differ" if wrong else None
+    exact = want.double()
+    # Both were rounded once to the result's type, so they may differ by one step of it.
+    step = torch.finfo(got.dtype).eps * exact.abs() if got.dtype != torch.float32 else 0.0
+    error = ((got.double() - exact).abs() - step).max()
+    allowed = 4 * case.tolerance * exact.square().mean().sqrt()
+    return None if error <= allowed else f"error {error:.3e}, allowed {allowed:.3e}"
+
+
+def stored(name: str, rows: int, form: str, dense: bool, split: bool) -> list[Tensor]:
+    """What a cache holds after one implementation stored the same rows."""
+    dim = 96 if form == "fp32" else 128
+    generator = torch.Generator().manual_seed(7)
+    cache = empty_cache(form, 4, 6, dim, dense=dense, split=split)
+    values = (torch.randn(rows, dim, generator=generator) * 3).bfloat16()
+    values[0] = 0.0
+    idx = torch.randperm(24, generator=generator)[:rows]
+    idx[-1] = -1
+    implementation("cache_store", name)(cache, values, idx)
+    return [part for part in (cache.codes, cache.scales, cache.dense) if part is not None]
+
+
+STORED = [
+    (rows, form, dense, split)
+    for rows, form in ((1, "fp32"), (5, "window_fp8"), (5, "main_fp4"), (5, "index_fp4"))
+    for dense, split in ((False, False), (True, True))
+    if form != "fp32" or not dense
+]
+
+
+def run(seed: int) -> list[str]:
+    """Every case in several sizes against the reference; some rows alone; returns the failures."""
+    poison()
+    failures = []
+    for setting in STORED:
+        pairs = zip(stored("triton", *setting), stored("reference", *setting), strict=True)
+        if not all(torch.equal(mine, want) for mine, want in pairs):
+            failures.append(f"cache_store {setting}: other bytes")
+    for case in all_cases():
+        if case.large:
+            continue
+        op = implementation(case.op, "triton")
+        define = implementation(case.op, "reference")
+        told = set()
+        arguments = case.build(9, torch.Generator().manual_seed(seed))
+        together = tensors(op(*arguments))
+        for mine, want in zip(together, tensors(define(*arguments)), strict=True):
+            told.add(problem(case, mine, want))
+        for rows in (torch.tensor([0]), torch.tensor([2, 8])):
+            apart = tensors(op(*case.select(arguments, rows)))
+            for mine, whole in zip(apart, together, strict=True):
+                if not torch.equal(mine, whole[rows]):
+                    told.add(f"rows {rows.tolist()} have other bits in a batch")
+        failures += [f"{case.op} {case.name}: {text}" for text in told if text]
+        print("ran", case.op, case.name, flush=True)
+    return failures
+
+
+def compile_all(archs: list[int]) -> list[str]:
+    """Compile each kernel, once per set of constants and types, for each architecture."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    failures, seen = [], set()
+    types = {
+        torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64",
+        torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32",
+    }  # fmt: skip
+
+    def record(kernel, grid, *arguments, **constants) -> None:
+        names = kernel.arg_names
+        fixed = [name for name in names if name in constants]
+        free = [name for name in names if name not in constants]
+        assert len(free) == len(arguments), (kernel, free)
+        signature = dict.fromkeys(fixed, "constexpr")
+        for name, value in zip(free, arguments, strict=True):
+            if isinstance(value, Tensor):
+                signature[name] = types[value.dtype]
+            else:
+                signature[name] = "i32" if isinstance(value, int) else "fp32"
+        signature = {name: signature[name] for name in names}
+        key = str((kernel.fn.__module__, kernel.fn.__name__, signature, constants))
+        if key in seen:
+            return
+        seen.add(key)
+        source = triton.compiler.ASTSource(kernel, signature, constexprs=constants)
+        for arch in archs:
+            try:
+                made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+                assert made.asm["cubin"], "no binary"
+            except Exception as error:
+                failures.append(f"{key} for sm_{arch}: {str(error)[-300:]}")
+
+    # On a card bf16 products run as such: compile that, though this process has no card.
+    for module in {line.module.partition(".")[0] for lines in TABLE.values() for line in lines}:
+        try:
+            kernels = import_module(f"deepinfer.kernels.{module}.triton")
+        except ModuleNotFoundError:
+            continue
+        kernels.launch = record
+    done = set()
+    for case in all_cases():
+        if case.large or (case.op, case.name.partition(",")[2]) in done:
+            continue
+        done.add((case.op, case.name.partition(",")[2]))
+        arguments = case.build(2, torch.Generator().manual_seed(0))
+        implementation(case.op, "triton")(*arguments)
+    for setting in STORED:
+        stored("triton", *setting)
+    assert tiles.launch is not record
+    print(len(seen), "kernels", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "run":
+        found = run(int(sys.argv[2]))
+    else:
+        found = compile_all([int(arch) for arch in sys.argv[2:]])
+    print("\n".join(found))
+    sys.exit(bool(found))
