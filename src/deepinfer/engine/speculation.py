@@ -1,0 +1,480 @@
+"""How many drafts to verify, and whether to draft at all: arithmetic over confidences and cost.
+
+A draft is worth verifying while the chance that it brings a token outweighs the time its row adds
+to everybody's step. `CostCurve` says what a step of so many rows takes; `choose_rows` finds the row
+count with the most expected tokens per second; `DraftPlanner` asks it once a step, follows measured
+times, and switches drafting off while it does not pay. Pure. Source: runtime specification, 8.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = [
+    "Choice",
+    "CostCurve",
+    "DraftPlanner",
+    "SpeculationStats",
+    "choose_rows",
+    "load_curve",
+    "measure_curve",
+    "save_curve",
+]
+
+Floats = NDArray[np.float64]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Seconds of a decode step as a function of its rows, and of drafting for its sequences.
+
+    rows, seconds    measured row counts, ascending, and the time of each
+    draft_sequences, draft_seconds  the same for one draft pass over so many sequences
+    padded           a step runs at the next larger measured size (captured graphs); otherwise times
+                     between sizes are interpolated
+    Times never fall with size: a dip of the measurement is lifted to the largest time before it.
+    Beyond the largest size the last slope goes on, and a padded step is impossible (infinite time).
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    draft_sequences: tuple[int, ...] = (1,)
+    draft_seconds: tuple[float, ...] = (0.0,)
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the form; lift dips."""
+        for sizes, times in ((self.rows, self.seconds), (self.draft_sequences, self.draft_seconds)):
+            if not sizes or len(sizes) != len(times) or sizes[0] < 1:
+                raise ValueError(f"a cost curve needs a time for each size, not {sizes}, {times}")
+            if any(b <= a for a, b in itertools.pairwise(sizes)):
+                raise ValueError(f"sizes of a cost curve must rise, not {sizes}")
+            if not all(math.isfinite(t) and t >= 0 for t in times):
+                raise ValueError(f"times of a cost curve must be finite and >= 0, not {times}")
+        object.__setattr__(self, "seconds", _lifted(self.seconds))
+        object.__setattr__(self, "draft_seconds", _lifted(self.draft_seconds))
+
+    def step_s(self, rows: ArrayLike, slope: float = 0.0) -> Floats:
+        """Return the seconds of steps of so many rows, with `slope` more for each row run."""
+        wanted = np.asarray(rows, np.float64)
+        sizes = np.asarray(self.rows, np.float64)
+        if not self.padded:
+            return _along(wanted, sizes, np.asarray(self.seconds)) + slope * wanted
+        place = np.searchsorted(sizes, wanted)
+        inside = np.minimum(place, len(sizes) - 1)
+        times = np.asarray(self.seconds)[inside] + slope * sizes[inside]
+        return np.where(place < len(sizes), times, np.inf)
+
+    def draft_s(self, sequences: int) -> float:
+        """Return the seconds of a draft pass over so many sequences."""
+        sizes = np.asarray(self.draft_sequences, np.float64)
+        return float(_along(np.asarray(sequences, float), sizes, np.asarray(self.draft_seconds)))
+
+    def __str__(self) -> str:
+        """Return the curve as a small table."""
+        lines = ["rows       ms  | sequences  draft ms"]
+        for idx in range(max(len(self.rows), len(self.draft_sequences))):
+            left = right = ""
+            if idx < len(self.rows):
+                left = f"{self.rows[idx]:<6d} {self.seconds[idx] * 1e3:8.3f}"
+            if idx < len(self.draft_sequences):
+                right = f"{self.draft_sequences[idx]:<9d} {self.draft_seconds[idx] * 1e3:9.3f}"
+            lines.append(f"{left:15} | {right}".rstrip())
+        return "\n".join(lines)
+
+
+def _lifted(times: Sequence[float]) -> tuple[float, ...]:
+    return tuple(float(t) for t in np.maximum.accumulate(np.asarray(times, np.float64)))
+
+
+def _along(wanted: Floats, sizes: Floats, times: Floats) -> Floats:
+    """Interpolate; below the first size its time holds, beyond the last the slope goes on."""
+    result = np.interp(wanted, sizes, times)
+    if len(sizes) > 1:
+        slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+        result = result + slope * np.maximum(wanted - sizes[-1], 0.0)
+    return np.asarray(result, np.float64)
+
+
+def measure_curve(
+    run_rows: Callable[[int], None],
+    run_drafts: Callable[[int], None],
+    sizes: Sequence[int],
+    draft_sizes: Sequence[int],
+    *,
+    padded: bool = False,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostCurve:
+    """Measure a curve: one run to warm up, then `repeats`, the fastest and slowest left out.
+
+    run_rows, run_drafts  run a step of so many rows, a draft pass over so many sequences, and wait
+    """
+
+    def measured(run: Callable[[int], None], size: int) -> float:
+        run(size)
+        times = []
+        for _ in range(repeats):
+            begin = clock()
+            run(size)
+            times.append(clock() - begin)
+        kept = sorted(times)[1:-1] if repeats > 2 else times
+        return max(0.0, statistics.fmean(kept))
+
+    return CostCurve(
+        tuple(sizes),
+        tuple(measured(run_rows, size) for size in sizes),
+        tuple(draft_sizes),
+        tuple(measured(run_drafts, size) for size in draft_sizes),
+        padded,
+    )
+
+
+def save_curve(path: Path, curve: CostCurve, fingerprint: Mapping[str, object]) -> None:
+    """Write a curve and what it was measured on; the file appears whole or not at all."""
+    text = json.dumps(
+        {
+            "format": _FORMAT,
+            "fingerprint": dict(fingerprint),
+            "measured_at": time.time(),
+            "rows": curve.rows,
+            "seconds": curve.seconds,
+            "draft_sequences": curve.draft_sequences,
+            "draft_seconds": curve.draft_seconds,
+            "padded": curve.padded,
+        }
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def load_curve(
+    path: Path, fingerprint: Mapping[str, object], max_age_s: float, now_s: float | None = None
+) -> CostCurve | None:
+    """Read a curve back; None when the file is missing, damaged, too old or of something else."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        age = (time.time() if now_s is None else now_s) - told["measured_at"]
+        same = told["format"] == _FORMAT and told["fingerprint"] == json.loads(
+            json.dumps(dict(fingerprint))
+        )
+        if not same or not 0 <= age <= max_age_s:
+            return None
+        return CostCurve(
+            tuple(int(n) for n in told["rows"]),
+            tuple(float(t) for t in told["seconds"]),
+            tuple(int(n) for n in told["draft_sequences"]),
+            tuple(float(t) for t in told["draft_seconds"]),
+            bool(told["padded"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def choose_rows(
+    reach: Sequence[Sequence[float]] | Floats,
+    curve: CostCurve,
+    *,
+    max_rows: int | None = None,
+    extra_s: float = 0.0,
+    slope: float = 0.0,
+) -> tuple[list[int], float, float]:
+    """Choose how many drafts each sequence verifies, for the most expected tokens per second.
+
+    reach     for each sequence, the chance that each of its drafts is reached and accepted, never
+              rising
+    max_rows  most rows of a step, at least one a sequence; None = no limit
+    extra_s   what a step takes besides its rows: drafting, sampling
+    slope     seconds more for each row than the curve says
+    returns   drafts per sequence; expected tokens; seconds
+    For every number of rows the likeliest drafts are the best choice, so it is enough to take them
+    one by one and keep the best point of the whole path. On ties the fewest rows win.
+    """
+    num = len(reach)
+    if isinstance(reach, np.ndarray):
+        values, lengths = reach.ravel(), np.full(num, reach.shape[1])
+    else:
+        values = np.asarray([value for drafts in reach for value in drafts], np.float64)
+        lengths = np.asarray([len(drafts) for drafts in reach], np.int64)
+    owner = np.repeat(np.arange(num), lengths)
+    order = np.argsort(-values, kind="stable")
+    if max_rows is not None:
+        order = order[: max(0, max_rows - num)]
+    expected = num + np.concatenate([[0.0], np.cumsum(values[order])])
+    seconds = curve.step_s(num + np.arange(len(order) + 1), slope) + extra_s
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates = np.where(np.isfinite(seconds), expected / seconds, -1.0)
+    best = int(np.nanargmax(rates)) if num else 0
+    counts = np.bincount(owner[order[:best]], minlength=num) if num else np.zeros(0, np.int64)
+    return counts.tolist(), float(expected[best]), float(seconds[best])
+
+
+class Choice(NamedTuple):
+    """What a decode step does about drafts.
+
+    num_drafts  most drafts that one sequence verifies
+    budget      drafts verified over all sequences, split by their confidences; None = all that
+                there are
+    propose     make drafts for the next step
+    """
+
+    num_drafts: int
+    budget: int | None
+    propose: bool
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counts over the life of an engine, by draft position where a list.
+
+    A row is wasted when it was verified and refused, or stood behind a refused one.
+    """
+
+    num_drafts: int
+    steps: int = 0
+    draft_passes: int = 0
+    tokens: int = 0
+    rows: int = 0
+    verified: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+    bins: list[list[float]] = field(default_factory=list)
+    bonus: int = 0
+
+    def __post_init__(self) -> None:
+        """Make room for every position."""
+        for name in ("verified", "accepted", "proposed"):
+            setattr(self, name, [0] * self.num_drafts)
+        self.confidence = [0.0] * self.num_drafts
+        self.bins = [[0, 0.0, 0] for _ in range(10)]  # tried, summed confidence, accepted
+
+    def add(
+        self,
+        num_proposed: int,
+        num_verified: int,
+        num_accepted: int,
+        num_tokens: int,
+        confidences: Sequence[float] = (),
+    ) -> None:
+        """Count one sequence's part of one step.
+
+        num_tokens   tokens kept
+        confidences  of the drafts that were verified
+        """
+        self.steps += 1
+        self.tokens += num_tokens
+        self.rows += 1 + num_verified
+        self.bonus += num_verified > 0 and num_accepted == num_verified
+        for place in range(num_proposed):
+            self.proposed[place] += 1
+        for place in range(num_verified):
+            self.verified[place] += 1
+            self.accepted[place] += place < num_accepted
+        # A confidence speaks of the case that all drafts before were accepted.
+        for place in range(min(num_verified, num_accepted + 1, len(confidences))):
+            value, hit = confidences[place], place < num_accepted
+            self.confidence[place] += value
+            tally = self.bins[min(int(value * 10), 9)]
+            tally[0] += 1
+            tally[1] += value
+            tally[2] += hit
+
+    def summary(self) -> dict[str, object]:
+        """Return the counts and what follows from them, ready for JSON."""
+        verified, accepted = sum(self.verified), sum(self.accepted)
+        tried = sum(int(t[0]) for t in self.bins)
+        error = sum(abs(t[1] - t[2]) for t in self.bins)
+        return {
+            "steps": self.steps,
+            "draft_passes": self.draft_passes,
+            "tokens": self.tokens,
+            "rows": self.rows,
+            "proposed": list(self.proposed),
+            "verified": list(self.verified),
+            "accepted": list(self.accepted),
+            "bonus": self.bonus,
+            "wasted_rows": verified - accepted,
+            "acceptance": accepted / verified if verified else None,
+            "mean_verified_length": 1 + verified / self.steps if self.steps else None,
+            "mean_accepted_length": self.tokens / self.steps if self.steps else None,
+            "calibration_error": error / tried if tried else None,
+            "calibration": [
+                {"confidence": t[1] / t[0], "accepted": t[2] / t[0], "count": int(t[0])}
+                for t in self.bins
+                if t[0]
+            ],
+        }
+
+
+class DraftPlanner:
+    """Asked once per decode step what to verify and whether to draft.
+
+    num_drafts    K
+    variable      choose row counts by cost; otherwise every draft is verified and drafting is
+                  always on
+    curve         what steps take; without one every draft is verified
+    max_rows      most rows of a step
+    lag           decide from the confidences of the call before (standard rejection sampling
+                  demands that no draft's own confidence decides about it)
+    patience      steps in a row in which drafting must not pay before it is switched off
+    probe_steps   steps after which it is tried again
+
+    While drafting is off its worth is estimated from the mean survival seen so far at the present
+    number of sequences, so it comes back as soon as the load allows.
+    """
+
+    def __init__(
+        self,
+        num_drafts: int,
+        *,
+        variable: bool = False,
+        curve: CostCurve | None = None,
+        max_rows: int | None = None,
+        lag: bool = False,
+        patience: int = 8,
+        probe_steps: int = 512,
+    ) -> None:
+        self.num_drafts = num_drafts
+        self.variable = variable
+        self.curve = curve
+        self.is_drafting = num_drafts > 0
+        self.times_switched_off = 0
+        self._max_rows = max_rows
+        self._lag = lag
+        self._patience = patience
+        self._probe_steps = probe_steps
+        self._before: Floats = np.zeros((0, num_drafts))
+        self._losing = 0
+        self._idle = 0
+        self._mean: Floats = np.ones(num_drafts)
+        self._has_mean = False
+        self._residuals: dict[int, deque[float]] = {}
+        self.slope = 0.0
+        self._observed = 0
+
+    def choose(self, confidences: Sequence[Sequence[float]]) -> Choice:
+        """Decide for a step over these sequences, by the confidences last reported for each.
+
+        A sequence whose drafts are not reported yet has none and counts with the mean seen so far.
+        """
+        if self.num_drafts == 0:
+            return Choice(0, 0, False)
+        if not self.variable or self.curve is None or not confidences:
+            return Choice(self.num_drafts, None, True)
+        num = len(confidences)
+        reach = self._reach(confidences)
+        if not self.is_drafting:
+            return self._while_off(num)
+        if self._lag:
+            reach, self._before = self._before, reach
+            missing = np.tile(self._mean, (max(0, num - len(reach)), 1))
+            reach = np.concatenate([reach[:num], missing])
+        counts, expected, seconds = choose_rows(
+            reach,
+            self.curve,
+            max_rows=self._max_rows,
+            extra_s=self.curve.draft_s(num),
+            slope=self.slope,
+        )
+        plain = float(self.curve.step_s(num, self.slope))
+        pays = expected * plain > num * seconds
+        self._losing = 0 if pays else self._losing + 1
+        if self._losing >= self._patience:
+            self.is_drafting = False
+            self.times_switched_off += 1
+            self._losing = self._idle = 0
+        return Choice(self.num_drafts, sum(counts), self.is_drafting)
+
+    def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
+        """Take the measured time of a step: the machine may be slower than when it was measured."""
+        if self.curve is None or rows < 1 or seconds <= 0:
+            return
+        told = float(self.curve.step_s(rows))
+        told += self.curve.draft_s(sequences) if proposed else 0.0
+        if not math.isfinite(told):
+            return
+        key = rows.bit_length()  # sizes of a kind
+        self._residuals.setdefault(key, deque(maxlen=256)).append((seconds - told) / rows)
+        self._observed += 1
+        if self._observed % 32 == 0:
+            medians = [statistics.median(r) for r in self._residuals.values() if len(r) >= 10]
+            self.slope = max(0.0, statistics.median(medians)) if medians else 0.0
+
+    def summary(self) -> dict[str, object]:
+        """Return the present state, ready for JSON."""
+        return {
+            "num_drafts": self.num_drafts,
+            "variable": self.variable,
+            "drafting": self.is_drafting,
+            "times_switched_off": self.times_switched_off,
+            "mean_survival": self._mean.tolist() if self._has_mean else None,
+            "extra_seconds_per_row": self.slope,
+            "cost_curve": None
+            if self.curve is None
+            else {
+                "rows": list(self.curve.rows),
+                "seconds": list(self.curve.seconds),
+                "draft_sequences": list(self.curve.draft_sequences),
+                "draft_seconds": list(self.curve.draft_seconds),
+            },
+        }
+
+    def _reach(self, confidences: Sequence[Sequence[float]]) -> Floats:
+        """Return the survival of every draft [N, K], and follow its mean."""
+        none = (0.0,) * self.num_drafts
+        told = np.asarray([row or none for row in confidences], np.float64)
+        known = np.asarray([len(row) > 0 for row in confidences])
+        reach = np.asarray(np.cumprod(np.clip(told, 0.0, 1.0), axis=1), np.float64)
+        num_known = int(known.sum())
+        if num_known:
+            now = reach[known].mean(axis=0)
+            share = min(0.5, num_known / 256) if self._has_mean else 1.0
+            self._mean = (1 - share) * self._mean + share * now
+            self._has_mean = True
+        reach[~known] = self._mean
+        return reach
+
+    def _while_off(self, num: int) -> Choice:
+        """Stay off, unless the mean survival pays at this load or it is time to look again."""
+        assert self.curve is not None
+        self._idle += 1
+        _, expected, seconds = choose_rows(
+            np.tile(self._mean, (num, 1)),
+            self.curve,
+            max_rows=self._max_rows,
+            extra_s=self.curve.draft_s(num),
+            slope=self.slope,
+        )
+        plain = float(self.curve.step_s(num, self.slope))
+        # 2 % better, so that it does not flicker.
+        if expected * plain > 1.02 * num * seconds or self._idle >= self._probe_steps:
+            self.is_drafting = True
+            self._idle = self._losing = 0
+            self._before = np.zeros((0, self.num_drafts))
+            # There are no drafts yet: this step only makes them.
+            return Choice(self.num_drafts, 0, True)
+        return Choice(0, 0, False)
