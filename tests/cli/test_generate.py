@@ -242,8 +242,14 @@ def test_prompt_files_that_cannot_be_read(
     file = tmp_path / "p"
     if data is not None:
         file.write_bytes(data)
-    assert generate("--prompt-file", str(file)) == 1
-    assert message in capsys.readouterr().err
+    good = tmp_path / "good"
+    good.write_text("x")
+    files = (file, good, tmp_path / "absent")
+    flags = [f"--prompt-file={path}" for path in files]
+    assert generate(*flags, model=str(tmp_path / "no model either")) == 1
+    err = capsys.readouterr().err
+    assert message in err and "absent: No such file" in err and "good" not in err
+    assert err.startswith("deepinfer: nothing was generated")
 
 
 def test_failed_requests_beside_good_ones(

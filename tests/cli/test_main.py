@@ -78,6 +78,8 @@ def test_closed_pipe_is_quiet() -> None:
         ("config --set=a 2>&-", 2, "", ""),
         ("config --set=a 2>/dev/full", 2, "", ""),
         ("config >/dev/full", 1, "", "No space left"),
+        ("generate --help >/dev/full", 1, "", "No space left"),
+        ("generate --no-such-flag 2>/dev/full", 2, "", ""),
         ("generate --model demo --prompt-file - <&-", 1, "", "stdin is closed"),
     ],
 )

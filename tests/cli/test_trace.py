@@ -262,3 +262,14 @@ def test_damaged_weights_are_traced_and_named(
     assert trace(out, "5,6", "--decode", "2", model=str(folder)) == 1
     assert "the logits are not finite" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("path", ["fast", "reference"])
+def test_damage_that_only_steers_is_refused(
+    tmp_path: Path, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "layers.3.ffn.gate.bias"
+    folder = damaged(tmp_path / "bad", name)
+    assert trace(tmp_path / "t", "5,6", "--path", path, model=str(folder)) == 1
+    err = capsys.readouterr().err
+    assert f"{name} holds NaN or infinity" in err and not (tmp_path / "t").exists()

@@ -237,7 +237,8 @@ DAMAGE = {
     "layers.3.ffn_norm.weight": ((5,), "layers.3 is the first bad layer, in its experts"),
     "layers.0.attn.attn_sink": ((1,), "layers.0 is the first bad layer, in its attention"),
     "layers.4.engram.k_weight": ((0, 3), "layers.4 is the first bad layer, in its engram"),
-    "layers.6.hc_attn_base": ((4,), "layers.6"),
+    "layers.6.hc_attn_base": ((4,), "layers.6 is the first bad layer, in its hyper-connections"),
+    "layers.2.hc_ffn_scale": ((1,), "layers.2 is the first bad layer, in its hyper-connections"),
     "layers.5.attn.kv_norm.weight": ((7,), "layers.5 is the first bad layer, in its attention"),
     "norm.weight": ((1,), "the final norm or head is not"),
 }

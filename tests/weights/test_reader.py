@@ -133,6 +133,8 @@ def test_shards_without_index(damaged: Make) -> None:
     folder = damaged()
     (folder.path / INDEX).unlink()
     assert f"{INDEX} is missing, although there are 4 shards" in problems_of(folder.path)
+    (folder.path / INDEX).mkdir()
+    assert f"cannot read {INDEX}: Is a directory" in problems_of(folder.path)
 
 
 # What the tensors may get wrong

@@ -38,6 +38,13 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help on stdout and errors on stderr; unlike argparse's own, a full stdout fails."""
+        if message and file is sys.stdout:
+            file.write(message)
+        elif message:
+            tell(message)
+
 
 def note(text: str) -> None:
     """Print a line for people: on stderr, so that stdout holds results only."""

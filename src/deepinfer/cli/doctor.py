@@ -49,9 +49,11 @@ PACKAGES: Final = (
     Package("llguidance", "1", "grammar", "structured output"),
     Package("xgrammar", "0.1.20", "grammar", "structured output"),
     Package("jsonschema", "4.20", "grammar", "structured output"),
-    Package("deepseek-recipe", "", "chat", "conversations"),
+    Package("deepseek-recipe", "0.2", "chat", "conversations"),
+    Package("zstandard", "0.22", "jobs", "packed job files"),
     Package("ray", "2.40", "ray", "several machines"),
     Package("matplotlib", "3.8", "plot", "plots of benchmarks"),
+    Package("pyppmd", "1.1", "eval", "PPMd beside the model in eval"),
 )
 
 

@@ -158,18 +158,26 @@ def _prompts(given: Sequence[tuple[str, Any]]) -> list[str | list[int]]:
         )
     if [value for flag, value in given if flag == "--prompt-file"].count("-") > 1:
         raise UsageError("--prompt-file - is given twice, but stdin can be read once")
-    return [_read_prompt(value) if flag == "--prompt-file" else value for flag, value in given]
+    prompts: list[str | list[int]] = []
+    problems: list[str] = []
+    for flag, value in given:
+        try:
+            prompts.append(_read_prompt(value) if flag == "--prompt-file" else value)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            problems.append(f"cannot read --prompt-file {value}: {reason}")
+    if problems:
+        raise RequestError("nothing was generated", problems)
+    return prompts
 
 
 def _read_prompt(name: str) -> str:
-    """Read a prompt file; raises RequestError when that fails."""
+    """Read a prompt file; raises OSError or ValueError when that fails."""
     if name == "-" and sys.stdin is None:
-        raise RequestError("cannot read --prompt-file -: stdin is closed")
+        raise ValueError("stdin is closed")
+    data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
         text = data.decode("utf-8")
-    except OSError as error:
-        raise RequestError(f"cannot read --prompt-file {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RequestError(f"--prompt-file {name} is not UTF-8: {error}") from error
+        raise ValueError(f"it is not UTF-8: {error}") from error
     return text.removesuffix("\n").removesuffix("\r")

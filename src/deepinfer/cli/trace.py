@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from deepinfer.config.engine import EngineConfig
     from deepinfer.model.reference import IndexRounding, OutputProjection
+    from deepinfer.weights.reader import Checkpoint
 
 __all__ = ["TraceJob", "add_job", "add_parser", "make_trace", "read_job", "run"]
 
@@ -191,6 +192,16 @@ class _Model(Protocol):
         ...
 
 
+def _open(folder: Path) -> Checkpoint:
+    """Open a checkpoint, refusing what LLM refuses: damage that no traced value would show."""
+    from deepinfer.weights.load import check_steering
+    from deepinfer.weights.reader import Checkpoint
+
+    checkpoint = Checkpoint.open(folder)
+    check_steering(checkpoint)
+    return checkpoint
+
+
 class _Reference:
     """The reference model as one growing sequence: it computes the whole again for each token."""
 
@@ -200,7 +211,6 @@ class _Reference:
         from deepinfer.model.fast.model import resolve_numerics
         from deepinfer.model.reference import ReferenceModel
         from deepinfer.weights.load import TensorSource
-        from deepinfer.weights.reader import Checkpoint
 
         # "auto" means what it means on the fast path's device, so that the two can be compared.
         settings = job.engine.numerics
@@ -213,7 +223,7 @@ class _Reference:
         self._taps: Tensor | None = None
         self._model = ReferenceModel(
             job.config,
-            TensorSource(Checkpoint.open(job.folder)).as_dict(),
+            TensorSource(_open(job.folder)).as_dict(),
             load_token_map(job.folder, job.config),
             settings.mode,
             projection,
@@ -252,11 +262,10 @@ class _Fast:
         from deepinfer.device import pick_device
         from deepinfer.model.fast.model import FastModel
         from deepinfer.model.fast.session import Session
-        from deepinfer.weights.reader import Checkpoint
 
         engine = job.engine
         model = FastModel.load(
-            Checkpoint.open(job.folder),
+            _open(job.folder),
             engine.numerics,
             pick_device(job.device).torch_device,
             load_token_map(job.folder, job.config),

@@ -136,7 +136,7 @@ class _Inventory:
     def _read_index(self) -> dict[str, str] | None:
         """Return the weight map, None when there is a single file or no usable index."""
         file = self.folder / INDEX_NAME
-        if not file.is_file():
+        if not file.exists():
             return None
         try:
             raw = parse_object(file.read_bytes())

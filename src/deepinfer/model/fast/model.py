@@ -221,9 +221,12 @@ class FastModel:
         if not bool(torch.isfinite(self.embed[inputs.token_ids].float()).all()):
             return "the embedding (embed.weight) of a token is not finite"
         engram = iter(trace.get("engram_out", ()))
-        for layer in self.config.layers:
+        for layer, block in zip(self.config.layers, self.blocks, strict=True):
             stages = [] if layer.engram_idx is None else [("engram", next(engram))]
             stages.append(("attention", trace["attn_out"][layer.layer_id]))
+            around = block.hc_attn  # its damage shows first in what the experts read
+            parts = (around.fn.stored, around.scale, around.base)
+            stages += [("hyper-connections", part) for part in parts]
             stages.append(("experts", trace["ffn_out"][layer.layer_id]))
             stages.append(("hyper-connections", trace["stream_out"][layer.layer_id]))
             for stage, value in stages:
