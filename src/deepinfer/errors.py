@@ -17,6 +17,7 @@ __all__ = [
     "NumericalError",
     "RequestError",
     "ShapeError",
+    "StateError",
     "TokenizerError",
     "UnsupportedError",
 ]
@@ -80,3 +81,7 @@ class CacheError(DeepInferError):
 
 class ShapeError(DeepInferError):
     """A tensor given to an op has the wrong shape, dtype or layout."""
+
+
+class StateError(DeepInferError):
+    """A saved request cannot be read, or belongs to other weights, config or arithmetic."""

@@ -1,0 +1,195 @@
+"""State: one request in the middle of its generation, as a value and as a file. Pure.
+
+A state holds the request, what it has generated, and everything of the caches that later tokens may
+read, in the order of positions: it fits any engine of the same weights, config and arithmetic,
+whatever the number of its blocks and slots. Who else runs, drafts and overlap do not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.engine.request import SamplingParams
+from deepinfer.errors import DeepInferError, RequestError, StateError
+from deepinfer.grammar.spec import Structured
+
+__all__ = ["State", "fingerprint", "mismatches"]
+
+_FORMAT: Final = "deepinfer-state-1"
+_TELLS: Final[Mapping[str, str]] = {
+    "weights": "the weights",
+    "config": "the model config",
+    "numerics": "the arithmetic (numerics.*, device)",
+    "replay": "bounded replay (replay.*)",
+}
+_Array = NDArray[np.generic]
+
+
+def fingerprint(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    weights: str,
+    numerics: str,
+    keep_tokens: int | None,
+) -> dict[str, str]:
+    """Return what must be equal for a state to be continued.
+
+    weights   digest of the checkpoint
+    numerics  the resolved arithmetic, spelled out
+    """
+    text = json.dumps(model.to_dict(), sort_keys=True)
+    return {
+        "weights": weights,
+        "config": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+        "numerics": f"{config.numerics.mode}, {numerics}",
+        "replay": "off" if keep_tokens is None else f"the last {keep_tokens} tokens",
+    }
+
+
+def mismatches(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """Say which parts of two fingerprints differ: the state's, then the engine's."""
+    return [
+        f"{_TELLS.get(name, name)}: the state has {found.get(name)!r}, "
+        f"the engine {expected.get(name)!r}"
+        for name in sorted(found.keys() | expected)
+        if found.get(name) != expected.get(name)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class State:
+    """A request that can go on elsewhere: `LLM.snapshot` makes it, `LLM.resume` takes it.
+
+    token_ids     generated so far
+    seed          the resolved seed, so that the same draws follow
+    num_computed  leading tokens, of prompt and output, whose cache entries are in `parts`
+    parts         name -> array, as `cache/live.py` reads them; empty before the first step
+    fingerprint   of weights, config and arithmetic
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    num_computed: int
+    logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
+    parts: Mapping[str, _Array]
+    fingerprint: Mapping[str, str]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to a safetensors file, whole or not at all."""
+        file = Path(path).expanduser()
+        about = {
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "token_ids": list(self.token_ids),
+            "params": _params_to_json(self.params),
+            "seed": self.seed,
+            "num_computed": self.num_computed,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs,
+            "prompt_logprobs": self.prompt_logprobs,
+            "fingerprint": dict(self.fingerprint),
+        }
+        parts = {name: np.ascontiguousarray(part) for name, part in self.parts.items()}
+        digest = _digest(json.dumps(about), parts)
+        half = file.with_name(file.name + ".partial")
+        try:
+            save_file(
+                parts,
+                half,
+                {"format": _FORMAT, "state": json.dumps(about), "digest": digest},
+            )
+            os.replace(half, file)
+        finally:
+            half.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> State:
+        """Read a state; raises StateError when the file is absent, damaged or none of ours."""
+        file = Path(path).expanduser()
+        try:
+            with safe_open(file, "numpy") as opened:
+                meta = opened.metadata() or {}
+                if meta.get("format") != _FORMAT:
+                    found = meta.get("format")
+                    raise StateError(f"{file} holds no state: format {found!r}, not {_FORMAT!r}")
+                parts = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            if _digest(meta["state"], parts) != meta.get("digest"):
+                raise StateError(f"{file} is damaged: its contents do not match their digest")
+            return cls._read(json.loads(meta["state"]), parts)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{file} cannot be read as a state: {error}") from error
+
+    @classmethod
+    def _read(cls, about: Mapping[str, object], parts: Mapping[str, _Array]) -> State:
+        """Build a state from what a file holds."""
+        got: dict[str, object] = dict(about)
+        for name in ("prompt_token_ids", "token_ids", "logprobs", "prompt_logprobs"):
+            value = got[name]
+            got[name] = tuple(value) if isinstance(value, list) else None
+        top = got["top_logprobs"]
+        if isinstance(top, list):
+            got["top_logprobs"] = tuple(tuple((i, lp) for i, lp in pairs) for pairs in top)
+        try:
+            got["params"] = _params_from_json(got["params"])
+        except DeepInferError as error:
+            raise StateError(f"the state's parameters cannot be used: {error}") from error
+        return cls(parts=parts, **got)  # type: ignore[arg-type]  # written by `save`, under a digest
+
+
+def _digest(about: str, parts: Mapping[str, _Array]) -> str:
+    """Return a digest over everything a file holds."""
+    digest = hashlib.blake2b(about.encode(), digest_size=16)
+    for name in sorted(parts):
+        digest.update(f"{name} {parts[name].dtype} {parts[name].shape}\n".encode())
+        digest.update(np.ascontiguousarray(parts[name]).tobytes())
+    return digest.hexdigest()
+
+
+def _params_to_json(params: SamplingParams) -> dict[str, object]:
+    """Spell parameters out; raises RequestError for logits processors, which are code."""
+    if params.processor_factories:
+        raise RequestError("a state cannot hold logits_processors: they are code, not data")
+    found: dict[str, object] = {}
+    for f in fields(params):
+        value = getattr(params, f.name)
+        if isinstance(value, Structured):
+            value = {g.name: getattr(value, g.name) for g in fields(value)}
+        found[f.name] = value
+    found["logit_bias"] = list(params.logit_bias.items())
+    return found
+
+
+def _params_from_json(given: object) -> SamplingParams:
+    """Read what `_params_to_json` wrote."""
+    if not isinstance(given, dict):
+        raise TypeError("params are no object")
+    found = dict(given)
+    found["logit_bias"] = dict(found["logit_bias"])
+    return SamplingParams(**found)

@@ -1,0 +1,130 @@
+"""State as a value and a file: nothing is lost, nothing damaged or foreign is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.config.load import load_model_config, resolve_model
+from deepinfer.engine.request import SamplingParams
+from deepinfer.engine.snapshot import State, fingerprint, mismatches
+from deepinfer.errors import RequestError, StateError
+from deepinfer.grammar.spec import Structured
+
+
+def state(**values: object) -> State:
+    known: dict[str, object] = {
+        "prompt_token_ids": (5, 6, 7),
+        "token_ids": (8, 9),
+        "params": SamplingParams(
+            temperature=0.7,
+            top_p=0.9,
+            stop=["\n", "end"],
+            stop_token_ids=[3],
+            logit_bias={4: -1.5, 70: 2.0},
+            top_logprobs=2,
+            forced_token_ids=[1, 2],
+        ),
+        "seed": 2**64 - 1,
+        "num_computed": 4,
+        "logprobs": (-0.1, -1e-7),
+        "top_logprobs": (((8, -0.1), (2, -3.25)), ((9, -1e-7), (1, -20.5))),
+        "parts": {
+            "window.0": np.arange(40, dtype=np.uint8).reshape(4, 10),
+            "tail.3": np.array([[[0.5, np.nan]]], dtype=np.float32),
+            "tail.4": np.empty((0, 2, 8), dtype=np.float32),
+            "engram": np.array([1, -2, 3], dtype=np.int32),
+        },
+        "fingerprint": {"weights": "ab", "config": "cd"},
+    }
+    return State(**(known | values))  # type: ignore[arg-type]
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    file = tmp_path / "request.state"
+    before = state()
+    before.save(file)
+    after = State.load(file)
+    for name in State.__slots__:
+        if name != "parts":
+            assert getattr(after, name) == getattr(before, name), name
+    assert after.parts.keys() == before.parts.keys()
+    for name, part in before.parts.items():
+        assert after.parts[name].dtype == part.dtype and after.parts[name].shape == part.shape
+        assert after.parts[name].tobytes() == part.tobytes()
+    assert after.num_tokens == 5 and after.nbytes == before.nbytes
+    assert [f.name for f in tmp_path.iterdir()] == ["request.state"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(structured=Structured(json={"type": "object"}, trigger=[4, 5], bound=4)),
+        SamplingParams(structured=Structured(choice=["a", "b"])),
+        SamplingParams(timeout_s=3.5, logprobs=True, logprobs_mode="raw", ignore_eos=True),
+        SamplingParams(prompt_logprobs=True, min_tokens=3, top_k=7, n=2),
+    ],
+)
+def test_every_parameter(tmp_path: Path, params: SamplingParams) -> None:
+    file = tmp_path / "a"
+    state(params=params, logprobs=None, top_logprobs=None, prompt_logprobs=(-1.0,)).save(file)
+    after = State.load(file)
+    assert after.params == params and after.prompt_logprobs == (-1.0,) and after.logprobs is None
+
+
+def test_code_is_not_data(tmp_path: Path) -> None:
+    params = SamplingParams(logits_processors=[lambda: None])
+    with pytest.raises(RequestError, match="logits_processors"):
+        state(params=params).save(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", [3, 200, -1])
+def test_damage_is_found(tmp_path: Path, place: int) -> None:
+    file = tmp_path / "a"
+    state().save(file)
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(StateError, match="a "):
+        State.load(file)
+
+
+def test_files_that_are_no_states(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="cannot be read"):
+        State.load(tmp_path / "absent")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(StateError, match="cannot be read"):
+        State.load(tmp_path / "text")
+    save_file({"x": np.zeros(3)}, tmp_path / "other")
+    with pytest.raises(StateError, match="holds no state"):
+        State.load(tmp_path / "other")
+    state().save(tmp_path / "cut")
+    data = (tmp_path / "cut").read_bytes()
+    (tmp_path / "cut").write_bytes(data[: len(data) // 2])
+    with pytest.raises(StateError, match="cannot be read"):
+        State.load(tmp_path / "cut")
+
+
+def test_what_differs_is_told() -> None:
+    model = load_model_config(resolve_model("demo"))
+    config = EngineConfig()
+    mine = fingerprint(config, model, weights="aa", numerics="bf16", keep_tokens=None)
+    same = fingerprint(config, model, weights="aa", numerics="bf16", keep_tokens=None)
+    assert mismatches(mine, same) == []
+    other = fingerprint(config, model, weights="bb", numerics="fp8", keep_tokens=70)
+    told = mismatches(mine, other)
+    assert len(told) == 3
+    assert [t.split(":")[0] for t in told] == [
+        "the arithmetic (numerics.*, device)",
+        "bounded replay (replay.*)",
+        "the weights",
+    ]
+    assert "'aa'" in told[2] and "'bb'" in told[2]
+    golden = load_model_config(resolve_model("golden"))
+    changed = fingerprint(config, golden, weights="aa", numerics="bf16", keep_tokens=None)
+    assert [t.split(":")[0] for t in mismatches(mine, changed)] == ["the model config"]
