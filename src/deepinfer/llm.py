@@ -26,6 +26,7 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_engine_config, load_model_config, resolve_model
 from deepinfer.config.model import ModelConfig
 from deepinfer.device import pick_device
+from deepinfer.device.queue import InlineQueue, ThreadQueue
 from deepinfer.engine.executor import Executor, InProcessExecutor
 from deepinfer.engine.loop import EngineLoop, interrupt_after
 from deepinfer.engine.memory import plan_caches
@@ -41,6 +42,7 @@ from deepinfer.engine.request import Chunk, Completion, FinishReason, Request, S
 from deepinfer.engine.runner import Runner
 from deepinfer.engine.scheduler import Limits, Scheduler
 from deepinfer.engine.sizing import Sizes
+from deepinfer.engine.state import SlotState
 from deepinfer.engine.text import TextStream
 from deepinfer.errors import ConfigError, TokenizerError, UnsupportedError
 from deepinfer.model.fast.model import FastModel
@@ -138,7 +140,7 @@ class LLM:
             self.tokenizer = Tokenizer.load(self.path, self.model_config)
         runner, sizes = self._build_runner()
         self.sizes = sizes
-        self._start(InProcessExecutor(runner))
+        self._start(InProcessExecutor(runner, ThreadQueue() if self.overlaps else InlineQueue()))
 
     def _build_runner(self) -> tuple[Runner, Sizes]:
         config, model_config = self.config, self.model_config
@@ -181,7 +183,7 @@ class LLM:
             caches,
             layout,
             sampler,
-            model_config.eos_token_id,
+            SlotState(sizes.num_slots, 0, device),
             device,
             find_bad_weight=lambda: _name_nonfinite(checkpoint),
         )
@@ -197,6 +199,8 @@ class LLM:
             chunk_tokens=sizes.chunk_tokens,
             eos_token_id=self.model_config.eos_token_id,
             fixed_chunks=config.numerics.batch_invariant,
+            reserve=config.numerics.batch_invariant,
+            vocab_size=self.model_config.vocab_size,
         )
         scheduler = Scheduler(
             limits,
@@ -205,11 +209,16 @@ class LLM:
             config.cache.tokens_per_block,
         )
         executor.start()
-        self._loop = EngineLoop(scheduler, executor)
+        self._loop = EngineLoop(scheduler, executor, overlap=self.overlaps)
         self._next_id = 0
         self._in_generate = False
         self._live: dict[int, SamplingParams] = {}
         self._outbox: list[Completion] = []
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is planned while the one before runs."""
+        return self.config.scheduling.overlap in (True, "auto")
 
     @property
     def max_model_len(self) -> int:
@@ -252,6 +261,7 @@ class LLM:
             interrupted = True
         finally:
             self._in_generate = False
+            loop.flush()
             for request_id in range(first_id, self._next_id):
                 loop.cancel(request_id)
             self._collect(loop.take_finished(), first_id, done)

@@ -12,9 +12,19 @@ import torch
 from torch import Tensor
 
 import deepinfer.engine.batch as batch_module
-from deepinfer.engine.plan import Admission, RowPlan, StepKind, StepPlan
+import deepinfer.engine.runner as runner_module
+from deepinfer.engine.plan import (
+    FROM_SLOT,
+    Admission,
+    Masks,
+    RowPlan,
+    StepKind,
+    StepPlan,
+    StepResult,
+)
 from deepinfer.engine.request import SamplingParams
 from deepinfer.engine.runner import Runner
+from deepinfer.engine.state import SlotState
 from deepinfer.sampling.sampler import Sampler
 
 VOCAB = 20
@@ -51,22 +61,49 @@ def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
         return list(sequences), decode
 
     monkeypatch.setattr(batch_module, "build_inputs", build)
+    monkeypatch.setattr(runner_module, "build_inputs", build)
     return FakeModel()
 
 
 def make_runner(model: FakeModel, **options: Any) -> Runner:
     """A runner without caches."""
     sampler = Sampler(VOCAB, 5, CPU)
-    return Runner(model, None, None, sampler, 1, CPU, **options)  # type: ignore[arg-type]
+    state = SlotState(5, 0, CPU)
+    return Runner(model, None, Layout(), sampler, state, CPU, **options)  # type: ignore[arg-type]
+
+
+class Layout:
+    """As much of a layout as a batch needs."""
+
+    tokens_per_block = 128
+
+
+def run(runner: Runner, plan: StepPlan, masks: Masks | None = None) -> StepResult:
+    """The outcome of a plan."""
+    return runner.run(plan, lambda: masks)
 
 
 def row(slot: int, start: int, token_ids: list[int], samples: bool = True) -> RowPlan:
     return RowPlan(100 + slot, slot, start, token_ids, (slot,), samples)
 
 
+def going_on(slot: int) -> RowPlan:
+    return RowPlan(100 + slot, slot, FROM_SLOT, (), (slot,), True)
+
+
 def admit(slot: int, prompt: int, **params: Any) -> Admission:
-    values = {"temperature": 0, **params}
-    return Admission(slot, prompt, SamplingParams(**values), seed=0)
+    sampling = SamplingParams(**{"temperature": 0, **params})
+    eos = () if sampling.ignore_eos else (1,)
+    return Admission(
+        slot,
+        prompt,
+        sampling,
+        seed=0,
+        limit=prompt + sampling.max_tokens,
+        ending_ids=(*eos, *sampling.stop_ids),
+        length=prompt,
+        history=tuple(range(prompt)),
+    )
 
 
 def test_rows_positions_and_inner_chunks(model: FakeModel) -> None:
@@ -77,7 +114,7 @@ def test_rows_positions_and_inner_chunks(model: FakeModel) -> None:
         (row(2, 0, [4, 5, 6]), row(1, 8, [7, 9]), row(3, 0, [2], samples=False)),
         (admit(2, 3), admit(3, 9), admit(1, 10, forced_token_ids=[17])),
     )
-    result = runner.launch(plan).result()
+    result = run(runner, plan)
     sequences, decode = model.seen[0]
     assert not decode
     assert [(s.slot, s.start, list(s.token_ids), list(s.blocks)) for s in sequences] == [
@@ -88,13 +125,13 @@ def test_rows_positions_and_inner_chunks(model: FakeModel) -> None:
     # The second row draws position 10, the first output of its request: the forced id.
     assert [(r.request_id, r.token_ids) for r in result.rows] == [(102, (7,)), (101, (17,))]
     assert result.step_id == 0
-    again = runner.launch(StepPlan(1, StepKind.DECODE, (row(1, 10, [17]),))).result()
+    again = run(runner, StepPlan(1, StepKind.DECODE, (going_on(1),)))
     assert model.seen[1][1] and again.rows[0].token_ids == (18,)
 
 
 def test_a_step_of_inner_chunks_samples_nothing(model: FakeModel) -> None:
     plan = StepPlan(0, StepKind.PREFILL, (row(1, 0, [4, 5], samples=False),), (admit(1, 9),))
-    assert make_runner(model).launch(plan).result().rows == ()
+    assert run(make_runner(model), plan).rows == ()
 
 
 def test_each_row_reports_what_it_asked_for(model: FakeModel) -> None:
@@ -106,7 +143,7 @@ def test_each_row_reports_what_it_asked_for(model: FakeModel) -> None:
         admit(4, 1, top_logprobs=3),
     )
     rows = tuple(row(slot, 0, [slot]) for slot in (1, 2, 3, 4))
-    a, b, c, d = runner.launch(StepPlan(0, StepKind.PREFILL, rows, admissions)).result().rows
+    a, b, c, d = run(runner, StepPlan(0, StepKind.PREFILL, rows, admissions)).rows
     assert a.logprobs is None and a.top_logprobs is None
     assert b.logprobs is not None and b.top_logprobs is None
     assert c.top_logprobs is not None and [i for i, _ in c.top_logprobs[0]] == [4, 0]
@@ -119,12 +156,12 @@ def test_each_row_reports_what_it_asked_for(model: FakeModel) -> None:
 def test_min_tokens_masks_the_end(model: FakeModel) -> None:
     runner = make_runner(model)
     plan = StepPlan(0, StepKind.PREFILL, (row(1, 0, [0]),), (admit(1, 1, min_tokens=1),))
-    assert runner.launch(plan).result().rows[0].token_ids != (1,)
+    assert run(runner, plan).rows[0].token_ids != (1,)
     free = StepPlan(1, StepKind.PREFILL, (row(1, 0, [0]),), (admit(1, 1),))
-    assert runner.launch(free).result().rows[0].token_ids == (1,)
+    assert run(runner, free).rows[0].token_ids == (1,)
     ignoring = (admit(1, 1, min_tokens=1, ignore_eos=True),)
     through = StepPlan(2, StepKind.PREFILL, (row(1, 0, [0]),), ignoring)
-    assert runner.launch(through).result().rows[0].token_ids == (1,)
+    assert run(runner, through).rows[0].token_ids == (1,)
 
 
 def test_a_bad_row_is_explained_and_the_others_go_on(model: FakeModel) -> None:
@@ -139,10 +176,10 @@ def test_a_bad_row_is_explained_and_the_others_go_on(model: FakeModel) -> None:
     runner = make_runner(model, find_bad_weight=find)
     rows = (row(1, 0, [2, 6]), row(2, 0, [3]), row(3, 0, [8]))
     admissions = (admit(1, 2), admit(2, 1), admit(3, 1))
-    results = runner.launch(StepPlan(0, StepKind.PREFILL, rows, admissions)).result().rows
+    results = run(runner, StepPlan(0, StepKind.PREFILL, rows, admissions)).rows
     assert [r.token_ids for r in results] == [(), (4,), ()]
     for bad in (results[0], results[2]):
         assert "layer 5" in (bad.error or "") and "layers.5.ffn.gate.weight" in (bad.error or "")
     assert model.diagnosed == [[2, 6]], "one row explains the step"
-    runner.launch(StepPlan(1, StepKind.DECODE, (row(1, 2, [8]),))).result()
+    run(runner, StepPlan(1, StepKind.DECODE, (row(4, 0, [8]),), (admit(4, 1),)))
     assert asked == 1

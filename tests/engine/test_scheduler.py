@@ -7,27 +7,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import BLOCK, EOS, Toy, expected_tokens, toy_limits, toy_request
 
-from deepinfer.engine.plan import StepKind
+from deepinfer.engine.plan import StepKind, StepPlan, StepResult
 from deepinfer.engine.request import Completion, FinishReason, Request
 from deepinfer.engine.text import TextStream
 
 
 def drive(toy: Toy, requests: list[Request], max_steps: int = 2000) -> dict[int, Completion]:
     """Submit everything, run to the end, return completions by request id."""
-    done = {}
+    done: dict[int, Completion] = {}
     for request in requests:
-        completion = toy.scheduler.add(request)
-        if completion is not None:
-            done[completion.request_id] = completion
-    for step in range(max_steps):
-        plan = toy.scheduler.schedule()
-        if plan is None:
+        toy.loop.submit(request)
+    for _ in range(max_steps):
+        if not toy.loop.has_work:
             break
-        for completion in toy.scheduler.apply(toy.runner.launch(plan).result(), float(step)):
+        toy.clock += 1.0
+        for completion in toy.loop.step():
             assert completion.request_id not in done
             done[completion.request_id] = completion
         toy.check()
     return done
+
+
+def outcome_of(toy: Toy, plan: StepPlan) -> StepResult:
+    """The outcome of a plan."""
+    return toy.runner.run(plan, lambda: None)
 
 
 def test_tokens_are_those_of_a_lone_run() -> None:
@@ -168,7 +171,7 @@ def test_neither_prefill_nor_decode_starves() -> None:
             assert run <= 2
         else:
             run = 0
-        toy.scheduler.apply(toy.runner.launch(plan).result())
+        toy.scheduler.apply(outcome_of(toy, plan))
 
 
 def test_late_arrival_joins_within_the_wait_limit() -> None:
@@ -185,7 +188,7 @@ def test_late_arrival_joins_within_the_wait_limit() -> None:
         plan = toy.scheduler.schedule()
         assert plan is not None
         kinds.append(plan.kind)
-        toy.scheduler.apply(toy.runner.launch(plan).result())
+        toy.scheduler.apply(outcome_of(toy, plan))
     assert [i for i, kind in enumerate(kinds) if kind is StepKind.PREFILL] == [0, 6]
 
 
@@ -196,11 +199,11 @@ def test_cancel_while_a_step_is_in_flight() -> None:
         toy.scheduler.add(request)
     plan = toy.scheduler.schedule()
     assert plan is not None
-    result = toy.runner.launch(plan).result()
+    result = outcome_of(toy, plan)
     cancelled = toy.scheduler.cancel(0, 1.0)
     assert cancelled is not None and cancelled.finish_reason == FinishReason.ABORT
     assert toy.scheduler.cancel(0) is None
-    assert toy.blocks.num_free < toy.blocks.capacity - 2, "freed under a step in flight"
+    assert toy.slots.num_free == 2, "freed at once: what takes it runs later"
     assert toy.scheduler.apply(result) == []
     done = drive(toy, [])
     assert list(done) == [1]
@@ -215,7 +218,11 @@ def test_abandon_ends_the_requests_of_the_step_only() -> None:
         toy.scheduler.add(request)
     assert toy.scheduler.schedule() is not None
     (lost,) = toy.scheduler.abandon("the step failed")
-    assert (lost.request_id, lost.finish_reason, lost.error) == (0, "abort", "the step failed")
+    assert (lost.request_id, lost.finish_reason, lost.error) == (
+        0,
+        "engine_error",
+        "the step failed",
+    )
     done = drive(toy, [])
     assert list(done[1].token_ids) == expected_tokens(requests[1], 40, eos=-1)
     toy.assert_idle()
@@ -297,7 +304,7 @@ def test_any_traffic(
                 take([toy.scheduler.cancel(i)])
         plan = toy.scheduler.schedule()
         if plan is not None:
-            result = toy.runner.launch(plan).result()
+            result = outcome_of(toy, plan)
             for i, (_, _, _, cancel, late) in enumerate(arrivals):
                 if cancel is not None and cancel == step and late:
                     take([toy.scheduler.cancel(i)])

@@ -39,7 +39,6 @@ Value = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
 # key -> (the one value that works in this version, what the others wait for). Building a feature
 # deletes its row.
 _NOT_BUILT: Final[Mapping[str, tuple[Value, str]]] = {
-    "scheduling.overlap": (False, "overlapped scheduling"),
     "cache.prefix": (False, "prefix reuse"),
     "speculation.num_drafts": (0, "speculative decoding"),
     "speculation.variable": (False, "variable verification"),
@@ -228,8 +227,9 @@ class _Group:
 class SchedulingConfig(_Group):
     """Who runs in a step, and how much of it."""
 
-    overlap: bool = field(
-        default=False, metadata=_about("plan the next step while the device runs this one")
+    overlap: bool | Literal["auto"] = field(
+        default="auto",
+        metadata=_about("plan the next step while the device runs this one; auto = on"),
     )
     max_num_seqs: int = field(default=64, metadata=_about("most sequences running at a time", 1))
     max_num_batched_tokens: int | Literal["auto"] = field(

@@ -1,24 +1,49 @@
 """Executor: whatever runs planned steps. Pure protocol, and the in-process one.
 
-`launch` enqueues; the handle's `result` waits. A loop that overlaps calls `launch` for the next
-step before `result` of the last one; executors over processes or hosts implement the same four
-calls.
+`launch` enqueues and never waits; the handle's `result` waits. A loop that overlaps launches the
+next step before it asks for the result of the last one; executors over processes or hosts implement
+the same calls.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
-from deepinfer.engine.plan import StepPlan, StepResult
+from deepinfer.device.queue import DeviceQueue, InlineQueue, Work
+from deepinfer.engine.plan import Masks, StepPlan, StepResult
 
-__all__ = ["Executor", "InProcessExecutor", "StepHandle", "StepRunner"]
+__all__ = ["Executor", "InProcessExecutor", "StepFailed", "StepHandle", "StepRunner"]
+
+T = TypeVar("T")
+
+
+class StepFailed(Exception):
+    """A step did not run to its end, nor did those launched behind it.
+
+    out_of_memory  smaller steps may run
+    """
+
+    def __init__(self, message: str, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
 
 
 class StepHandle(Protocol):
     """A launched step."""
 
+    def provide_masks(self, masks: Masks | None, /) -> None:
+        """Hand over what the draw waits for; due once when the plan needs masks."""
+        ...
+
     def result(self) -> StepResult:
-        """Wait for the step and return its outcome; asked once."""
+        """Wait for the step and return its outcome; asked once. Raises StepFailed."""
+        ...
+
+    def give_up(self) -> None:
+        """Say that nobody will hand over masks or ask for the result any more."""
         ...
 
 
@@ -30,7 +55,16 @@ class Executor(Protocol):
         ...
 
     def launch(self, plan: StepPlan, /) -> StepHandle:
-        """Begin a step."""
+        """Enqueue a step."""
+        ...
+
+    def recover(self) -> None:
+        """Take steps again after one has failed; those launched before this call do not run."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """Time the device side has been at work."""
         ...
 
     def stop(self) -> None:
@@ -41,25 +75,117 @@ class Executor(Protocol):
 class StepRunner(Protocol):
     """What the in-process executor drives: `engine/runner.py`, or a toy in tests."""
 
-    def launch(self, plan: StepPlan, /) -> StepHandle:
-        """Begin a step."""
+    def run(self, plan: StepPlan, masks: Callable[[], Masks | None], /) -> StepResult:
+        """Run a step on the device's queue; `masks` waits for those of a plan that needs them."""
         ...
 
 
 class InProcessExecutor:
-    """Runs steps on a runner in this process."""
+    """Runs steps on a runner in this process, on the queue that it is given.
 
-    def __init__(self, runner: StepRunner) -> None:
+    queue  inline (the default) runs a step when its result is asked for
+    """
+
+    def __init__(self, runner: StepRunner, queue: DeviceQueue | None = None) -> None:
         self._runner: StepRunner | None = runner
+        self._queue: DeviceQueue = queue if queue is not None else InlineQueue()
+        self._failed: str | None = None  # touched on the queue only
 
     def start(self) -> None:
         """Do nothing: the runner was built ready."""
 
+    @property
+    def busy_s(self) -> float:
+        """Time the device side has been at work."""
+        return self._queue.busy_s
+
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Begin a step on the runner."""
-        assert self._runner is not None, "launch after stop"
-        return self._runner.launch(plan)
+        """Enqueue a step on the runner."""
+        runner = self._runner
+        assert runner is not None, "launch after stop"
+        mailbox = _Mailbox(plan.needs_masks)
+
+        def step() -> StepResult:
+            if self._failed is not None:
+                raise StepFailed(self._failed)
+            begin_s = time.perf_counter()
+            try:
+                result = runner.run(plan, mailbox.take)
+            except BaseException as error:
+                told = f"the step failed: {type(error).__name__}: {error}"
+                self._failed = told
+                if not isinstance(error, Exception):  # Ctrl-C while the step ran in this thread
+                    raise
+                raise StepFailed(told, _is_out_of_memory(error)) from error
+            return StepResult(result.step_id, result.rows, time.perf_counter() - begin_s)
+
+        return _LaunchedStep(self._queue.submit(step), mailbox)
+
+    def recover(self) -> None:
+        """Take steps again after one has failed."""
+
+        def forget() -> None:
+            self._failed = None
+
+        self._queue.submit(forget)
+
+    def call(self, work: Callable[[StepRunner], T]) -> T:
+        """Run something on the runner behind everything launched so far, and return its value."""
+        runner = self._runner
+        assert runner is not None, "call after stop"
+        return self._queue.submit(lambda: work(runner)).wait()
 
     def stop(self) -> None:
         """Drop the runner, and with it weights and caches."""
+        self._queue.close()
         self._runner = None
+
+
+class _Mailbox:
+    """Where the masks of one step are handed over."""
+
+    def __init__(self, due: bool) -> None:
+        self._masks: Masks | None = None
+        self._ready = threading.Event()
+        self._cancelled = False
+        if not due:
+            self._ready.set()
+
+    def put(self, masks: Masks | None) -> None:
+        self._masks = masks
+        self._ready.set()
+
+    def cancel(self) -> None:
+        if not self._ready.is_set():
+            self._cancelled = True
+            self._ready.set()
+
+    def take(self) -> Masks | None:
+        self._ready.wait()
+        if self._cancelled:
+            raise RuntimeError("the step was given up before its masks came")
+        return self._masks
+
+
+class _LaunchedStep:
+    """A step on the queue."""
+
+    def __init__(self, work: Work[StepResult], mailbox: _Mailbox) -> None:
+        self._work = work
+        self._mailbox = mailbox
+
+    def provide_masks(self, masks: Masks | None) -> None:
+        self._mailbox.put(masks)
+
+    def result(self) -> StepResult:
+        self._mailbox.cancel()  # masks that are still missing never come
+        return self._work.wait()
+
+    def give_up(self) -> None:
+        self._mailbox.cancel()
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or any(
+        told in str(error) for told in ("can't allocate memory", "CUDA out of memory")
+    )

@@ -1,5 +1,7 @@
-"""The step loop: schedule, launch, wait, apply. The plain form; overlap is the same calls in
-another order.
+"""The step loop, plain and overlapped: the same calls in another order.
+
+    plain       schedule n | launch n | masks n | result n | apply n
+    overlapped  schedule n | launch n | result n-1 | apply n-1 | masks n
 
 Owns the clock and the hand-over of completions; policy is the scheduler's and tensors are the
 executor's.
@@ -7,19 +9,29 @@ executor's.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from deepinfer.engine.executor import Executor
+from deepinfer.device.queue import no_wait
+from deepinfer.engine.commit import Gate
+from deepinfer.engine.executor import Executor, StepFailed, StepHandle
+from deepinfer.engine.plan import StepPlan
 from deepinfer.engine.request import Chunk, Completion, Request
 from deepinfer.engine.scheduler import Scheduler
+from deepinfer.engine.stats import StatsRecorder
 from deepinfer.engine.text import TextStream
 
 __all__ = ["EngineLoop", "interrupt_after"]
+
+_GATE_PAUSE_S = 0.0005
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -56,6 +68,7 @@ def interrupt_after() -> Iterator[None]:
 class EngineLoop:
     """Drives one scheduler and one executor.
 
+    overlap  plan and launch the next step before the outcome of the last one is read
     Completions, also those of requests that could not start or were cancelled, come out exactly
     once: from `step` and `take_finished`, or inside the last chunk of a streamed request.
     """
@@ -65,28 +78,43 @@ class EngineLoop:
         scheduler: Scheduler,
         executor: Executor,
         clock: Callable[[], float] = time.perf_counter,
+        overlap: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self.overlap = overlap
+        self.stats = StatsRecorder()
         self._executor = executor
         self._clock = clock
+        self._launched: deque[tuple[StepPlan, StepHandle]] = deque()
         self._finished: list[Completion] = []
         self._chunks: list[Chunk] = []
         self._streamed: set[int] = set()
+        self._told: set[str] = set()  # failures whose traceback has been logged
 
     @property
     def has_work(self) -> bool:
-        """Whether a call of `step` would run or return anything."""
-        return self.scheduler.has_work or bool(self._finished)
+        """Whether a call of `step` would run or return anything.
+
+        Steps in flight whose requests have all ended do not count.
+        """
+        return self.scheduler.has_requests or bool(self._finished)
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the steps."""
+        return self._executor
 
     def now_s(self) -> float:
         """Return the loop's time, in which requests state their arrival."""
         return self._clock()
 
-    def submit(self, request: Request, text: TextStream | None = None) -> None:
-        """Queue a request."""
+    def submit(
+        self, request: Request, text: TextStream | None = None, gate: Gate | None = None
+    ) -> None:
+        """Queue a request; `gate` is what it waits for first."""
         if request.streams:
             self._streamed.add(request.request_id)
-        completion = self.scheduler.add(request, text, self._clock())
+        completion = self.scheduler.add(request, text, self._clock(), gate)
         if completion is not None:
             self._take([completion])
 
@@ -110,20 +138,27 @@ class EngineLoop:
     def step(self) -> list[Completion]:
         """Run one step, if there is work, and return every completion since the last call.
 
-        When the executor fails, the requests of the step end with `abort`, the others stay, and the
-        error is raised.
+        A step that fails costs the requests it names a second try (`Scheduler.abandon`); what does
+        not get over it ends with `engine_error`, the others stay.
         """
         with interrupt_after():
-            plan = self.scheduler.schedule()
-            if plan is not None:
-                try:
-                    result = self._executor.launch(plan).result()
-                except BaseException as error:
-                    told = f"the step failed: {type(error).__name__}: {error}"
-                    self._take(self.scheduler.abandon(told, self._clock()))
-                    raise
-                self._take(self.scheduler.apply(result, self._clock()))
+            try:
+                self._advance()
+            except StepFailed as error:
+                self._give_up(error)
+            except BaseException as error:
+                self._abandon(f"interrupted: {type(error).__name__}: {error}", retry=False)
+                raise
         return self.take_finished()
+
+    def flush(self) -> None:
+        """Apply every step in flight."""
+        with interrupt_after():
+            try:
+                while self._launched:
+                    self._apply_first()
+            except StepFailed as error:
+                self._give_up(error)
 
     def take_finished(self) -> list[Completion]:
         """Return the completions that no call of `step` has returned yet."""
@@ -137,11 +172,69 @@ class EngineLoop:
         return [chunk for chunk in chunks if chunk.request_id in request_ids]
 
     def stop(self) -> None:
-        """Stop the executor."""
+        """Give up the steps in flight and stop the executor."""
+        for _, handle in self._launched:
+            handle.give_up()
+        self._launched.clear()
         self._executor.stop()
+
+    def _advance(self) -> None:
+        """Plan and launch a step, apply the one before (or itself), hand over masks."""
+        begin_s = self._clock()
+        plan = self.scheduler.schedule(begin_s)
+        self._take(self.scheduler.take_completions())
+        if plan is None:
+            if self._launched:
+                self._apply_first()
+            elif self.scheduler.has_work:
+                time.sleep(_GATE_PAUSE_S)  # only requests that wait for their grammar are left
+            return
+        with no_wait():
+            handle = self._executor.launch(plan)
+        self._launched.append((plan, handle))
+        self.stats.launched(plan, self._clock() - begin_s)
+        if self.overlap:
+            while len(self._launched) > 1:
+                self._apply_first()
+        if plan.needs_masks:
+            handle.provide_masks(self.scheduler.fill_masks(plan))
+        if not self.overlap:
+            self._apply_first()
+        if not self.scheduler.has_requests:  # what is in flight is nobody's
+            while self._launched:
+                self._apply_first()
+
+    def _apply_first(self) -> None:
+        """Wait for the oldest step in flight and apply its outcome."""
+        plan, handle = self._launched[0]
+        result = handle.result()
+        self._launched.popleft()
+        begin_s = self._clock()
+        before = self.scheduler.num_generated
+        self._take(self.scheduler.apply(result, begin_s))
+        num_tokens = self.scheduler.num_generated - before
+        self.stats.applied(plan, result, num_tokens, begin_s, self._clock() - begin_s)
+
+    def _give_up(self, error: StepFailed) -> None:
+        """Go on after a failed step."""
+        told = str(error)
+        _log.error("%s", told, exc_info=None if told in self._told else error.__cause__ or error)
+        self._told.add(told)
+        self.stats.failed()
+        self._abandon(told, retry=True, smaller=error.out_of_memory)
+
+    def _abandon(self, told: str, *, retry: bool, smaller: bool = False) -> None:
+        """Let the scheduler forget the steps in flight, which do not run any more."""
+        for _, handle in self._launched:
+            handle.give_up()
+        self._launched.clear()
+        self._executor.recover()
+        now_s = self._clock()
+        self._take(self.scheduler.abandon(told, now_s, retry=retry, smaller=smaller))
 
     def _take(self, completions: list[Completion]) -> None:
         for completion in completions:
+            self.stats.finished(completion)
             if completion.request_id in self._streamed:
                 self._streamed.discard(completion.request_id)
             else:

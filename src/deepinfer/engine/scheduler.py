@@ -1,25 +1,43 @@
 """Scheduler: which sequences run in the next step, and what a step's outcome means for them.
 
 Pure policy: no tensor, clock or queue; the same calls give the same plans. It owns the BlockPool
-and SlotPool it is given. Requests are served in order of arrival. A request is admitted when a slot
-and all the blocks it can ever need are free, so nothing admitted is ever put back
-(`numerics.batch_invariant` demands that, and the first form has no preemption).
+and SlotPool it is given. Requests are served in order of arrival. Steps may be planned before the
+outcome of the last one is known: lengths are then known between two bounds, and what a step names
+is free for others as soon as its sequence has ended, because steps run in the order they are
+planned.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
 
 from deepinfer.cache.blocks import BlockPool
 from deepinfer.cache.slots import SlotPool
-from deepinfer.engine.plan import Admission, RowPlan, StepKind, StepPlan, StepResult
+from deepinfer.engine.commit import Gate, commit
+from deepinfer.engine.plan import (
+    FROM_SLOT,
+    Admission,
+    Masks,
+    RowPlan,
+    SlotCopy,
+    StepKind,
+    StepPlan,
+    StepResult,
+)
 from deepinfer.engine.request import Chunk, Completion, FinishReason, Request
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.text import TextStream
 
-__all__ = ["Limits", "Scheduler"]
+__all__ = ["Limits", "Planner", "PrefixCache", "PrefixHit", "Scheduler"]
+
+_MAX_PREEMPTIONS = 3
+_MAX_FAILURES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +51,12 @@ class Limits:
     chunk_tokens            tokens of one prompt chunk. With `fixed_chunks` boundaries are multiples
                             of it from position 0, whatever else runs; otherwise a chunk also
                             shrinks to the budget that is left
+    reserve                 a sequence gets all blocks it can ever need when it is admitted, so that
+                            none is put back; otherwise blocks are added as it grows
     prefill_gain            prefill once new sequences would enlarge the running batch by this share
     max_prefill_wait_steps  most decode steps that admissible waiting work sits through
     max_decode_wait_steps   most prefill steps in a row while something is ready to decode
+    vocab_size              ids of a grammar mask
     """
 
     max_num_seqs: int
@@ -44,9 +65,11 @@ class Limits:
     chunk_tokens: int
     eos_token_id: int
     fixed_chunks: bool = True
+    reserve: bool = True
     prefill_gain: float = 0.1
     max_prefill_wait_steps: int = 100
     max_decode_wait_steps: int = 8
+    vocab_size: int = 0
 
     def __post_init__(self) -> None:
         """Check what every caller relies on."""
@@ -55,91 +78,219 @@ class Limits:
         assert self.max_prefill_wait_steps >= 1 and self.max_decode_wait_steps >= 1, self
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """A cached beginning of a prompt.
+
+    num_tokens  its length, below that of the prompt, on a block boundary
+    blocks      its blocks, already held once for the sequence
+    checkpoint  where rings and tails at `num_tokens` are kept
+    """
+
+    num_tokens: int
+    blocks: tuple[int, ...]
+    checkpoint: int
+
+
+class PrefixCache(Protocol):
+    """Which beginnings of sequences are cached. Holds blocks of the pool on its own account."""
+
+    def match(self, token_ids: tuple[int, ...], /) -> PrefixHit | None:
+        """Return the longest usable beginning; its blocks are then held for the caller."""
+        ...
+
+    def wants(self, token_ids: tuple[int, ...], blocks: tuple[int, ...], end: int, /) -> int | None:
+        """Return the checkpoint in which to save the state at `end`, None not to.
+
+        Asked for every prefill chunk that ends on a block boundary; the index then holds the
+        blocks below `end`.
+        """
+        ...
+
+    def evict(self, count: int, /) -> int:
+        """Try to let go of `count` blocks that no sequence holds; return how many became free."""
+        ...
+
+
+class Planner(Protocol):
+    """Chooses how many drafts each row of a decode step verifies."""
+
+    def choose(self, confidences: list[tuple[float, ...]], /) -> list[int]:
+        """Return a number for each row from the confidences last reported for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A plan in flight and the records of its rows."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+
+
 class Scheduler:
     """Admits, chunks, extends and finishes sequences: `add`, `cancel`, `schedule`, `apply`.
 
     Sequences move from `waiting` (nothing held) to `prefilling` (slot and blocks held, prompt
-    partly computed) to `running` (one token a step), and leave from anywhere. `num_generated`
-    counts tokens generated so far. One that a launched step names is retired only when that step is
-    applied.
+    partly planned) to `running` (one row a step), may be put back to the front of `waiting`, and
+    leave from anywhere. `num_generated` counts tokens generated so far.
     """
 
     def __init__(
-        self, limits: Limits, blocks: BlockPool, slots: SlotPool, tokens_per_block: int
+        self,
+        limits: Limits,
+        blocks: BlockPool,
+        slots: SlotPool,
+        tokens_per_block: int,
+        prefix: PrefixCache | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self.limits = limits
         self._blocks = blocks
         self._slots = slots
         self._tokens_per_block = tokens_per_block
+        self._prefix = prefix
+        self._planner = planner
         self._sequences: dict[int, Sequence] = {}
+        self._gated: dict[int, tuple[Sequence, Gate]] = {}
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._waiting_tokens = 0
         self._prefilling: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[_Launched] = deque()
+        self._deadlines: list[tuple[float, int]] = []
         self._chunks: list[Chunk] = []
+        self._completions: list[Completion] = []
         self._step_id = 0
-        self.num_generated = 0
+        self._num_added = 0
+        self._budget = limits.max_num_batched_tokens
         self._prefill_wait_steps = 0
         self._decode_wait_steps = 0
+        self._num_constrained = 0
+        self.num_generated = 0
+        self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
+        """Whether any request is unfinished or any step is in flight."""
+        return bool(self._sequences) or bool(self._in_flight)
+
+    @property
+    def has_requests(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._sequences)
 
     @property
     def num_waiting(self) -> int:
         """Requests not admitted yet."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._gated)
 
     @property
     def num_running(self) -> int:
         """Requests that hold a slot."""
         return len(self._prefilling) + len(self._running)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned and not applied."""
+        return len(self._in_flight)
+
+    @property
+    def num_blocks_used(self) -> int:
+        """Blocks held by sequences or by the prefix cache."""
+        return self._blocks.capacity - self._blocks.num_free
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can ever be in use at once."""
+        return self._blocks.capacity
+
+    def live(self, request_id: int) -> Sequence | None:
+        """Return the record of an unfinished request."""
+        return self._sequences.get(request_id)
+
     def add(
-        self, request: Request, text: TextStream | None = None, now_s: float = 0.0
+        self,
+        request: Request,
+        text: TextStream | None = None,
+        now_s: float = 0.0,
+        gate: Gate | None = None,
     ) -> Completion | None:
         """Queue a request; return its completion at once when it can never run.
 
         text  follows the request's tokens; needed for stop strings and streamed text
+        gate  what it waits for before it is queued
         """
-        assert request.request_id not in self._sequences, request.request_id
-        sequence = Sequence(request, text)
+        request_id = request.request_id
+        assert request_id not in self._sequences, request_id
+        limits = self.limits
+        sequence = Sequence(
+            request,
+            text,
+            order=self._num_added,
+            eos_token_id=limits.eos_token_id,
+            max_model_len=limits.max_model_len,
+        )
+        self._num_added += 1
         problem = self._never_fits(request)
         if problem is not None:
             sequence.finish(FinishReason.PROMPT_LENGTH_EXCEEDED, now_s, problem)
             return self._report(sequence)
-        self._sequences[request.request_id] = sequence
-        self._waiting[request.request_id] = sequence
-        self._waiting_tokens += sequence.num_remaining
+        self._sequences[request_id] = sequence
+        if request.params.timeout_s is not None:
+            due_s = request.arrival_s + request.params.timeout_s
+            heapq.heappush(self._deadlines, (due_s, request_id))
+        if gate is not None:
+            self._gated[request_id] = (sequence, gate)
+        else:
+            self._enqueue(sequence)
         return None
 
     def cancel(self, request_id: int, now_s: float = 0.0) -> Completion | None:
         """End a request wherever it is, with what it has generated; return None when it is not
         live.
 
-        Tokens of a step in flight are dropped, and what the request holds is freed when that step
-        is applied.
+        Tokens of steps in flight are dropped.
+        """
+        return self._end(request_id, FinishReason.ABORT, now_s)
+
+    def preempt(self, request_id: int) -> bool:
+        """Put an admitted sequence back to the front of the queue; return whether it was admitted.
+
+        What it computed is lost, its tokens stay; tokens of steps in flight are dropped and drawn
+        again.
         """
         sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.is_finished():
-            return None
-        sequence.finish(FinishReason.ABORT, now_s)
-        self._retire(sequence)
-        return self._report(sequence)
+        if sequence is None or not sequence.slot:
+            return False
+        self._put_back(sequence)
+        return True
 
-    def schedule(self) -> StepPlan | None:
-        """Plan the next step; None when there is nothing to run."""
-        assert not self._in_flight, "the plain scheduler plans a step after the last one is applied"
+    def schedule(self, now_s: float = 0.0) -> StepPlan | None:
+        """Plan the next step; None when nothing can run before a step in flight is applied or a
+        gate opens.
+
+        Requests whose deadline has passed end first; `take_completions` returns them.
+        """
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, request_id = heapq.heappop(self._deadlines)
+            told = "the request took longer than its timeout_s"
+            completion = self._end(request_id, FinishReason.TIMEOUT, now_s, told)
+            if completion is not None:
+                self._completions.append(completion)
+        if self._gated:
+            self._poll_gates(now_s)
         plan: StepPlan | None = None
         if self._wants_prefill():
             plan = self._plan_prefill()
         if plan is None and self._running:
-            plan = self._plan_decode()
+            plan = self._plan_decode(now_s)
+            if plan is None and self._can_prefill():  # a growing sequence was put back
+                plan = self._plan_prefill()
         if plan is None:
-            assert not self._sequences, "work is left but nothing can run"
+            assert self._in_flight or len(self._gated) == len(self._sequences), (
+                "work is left but nothing can run"
+            )
             return None
         if plan.kind is StepKind.PREFILL:
             self._prefill_wait_steps = 0
@@ -148,72 +299,173 @@ class Scheduler:
             self._prefill_wait_steps = self._prefill_wait_steps + 1 if self._can_prefill() else 0
             self._decode_wait_steps = 0
         self._step_id += 1
-        self._in_flight.append(plan)
-        for row in plan.rows:
-            self._sequences[row.request_id].in_flight += 1
         return plan
 
     def apply(self, result: StepResult, now_s: float = 0.0) -> list[Completion]:
         """Take a step's outcome: extend sequences, finish those that stop, free what they held."""
-        plan = self._in_flight.popleft()
+        launched = self._in_flight.popleft()
+        plan = launched.plan
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         outcomes = iter(result.rows)
         completions: list[Completion] = []
-        for row in plan.rows:
-            sequence = self._sequences[row.request_id]
-            outcome = next(outcomes) if row.samples else None
+        generated = 0
+        for row, sequence in zip(plan.rows, launched.sequences, strict=True):
+            outcome = next(outcomes) if row.samples or row.scored_ids else None
             sequence.in_flight -= 1
-            if sequence.is_finished():  # cancelled while the step ran
-                self._retire(sequence)
+            if sequence.stale:  # launched before it was put back
+                sequence.stale -= 1
                 continue
-            sequence.num_computed += len(row.token_ids)
+            if sequence.finish_reason is not None:
+                continue
             if outcome is None:
+                sequence.ahead_tokens -= len(row.token_ids)
+                sequence.num_computed += len(row.token_ids)
                 continue
             assert outcome.request_id == row.request_id, (outcome.request_id, row.request_id)
+            if row.token_ids:
+                sequence.num_computed += len(row.token_ids)
+                sequence.ahead_tokens -= len(row.token_ids)
+            else:
+                sequence.num_computed += len(outcome.token_ids)
+                sequence.ahead_tokens -= 1 + row.num_drafts
+            if outcome.prompt_logprobs is not None:
+                _add_prompt_logprobs(sequence, row.start, outcome.prompt_logprobs)
+            if not row.samples and outcome.error is None:
+                continue
+            sequence.ahead_draws -= row.samples
             if outcome.error is not None:
                 sequence.finish(FinishReason.NUMERICAL, now_s, outcome.error)
             else:
-                limits = self.limits
-                before = len(sequence.token_ids)
-                sequence.extend(outcome, limits.eos_token_id, limits.max_model_len, now_s)
-                self.num_generated += len(sequence.token_ids) - before
+                assert outcome.token_ids, (row.request_id, "a live sequence drew nothing")
+                sequence.drafts, sequence.confidences = outcome.drafts, outcome.confidences
+                sequence.num_steps += 1
+                sequence.num_proposed += outcome.num_proposed
+                sequence.num_verified += outcome.num_verified
+                sequence.num_accepted += outcome.num_accepted
+                generated += commit(sequence, outcome, now_s)
             if sequence.is_finished():
                 self._retire(sequence)
                 completions.append(self._report(sequence))
-                continue
-            self._prefilling.pop(row.request_id, None)
-            self._running[row.request_id] = sequence
-            if sequence.request.streams:
+            elif sequence.request.streams:
                 self._report_progress(sequence, None)
-        assert next(outcomes, None) is None, "more outcomes than sampling rows"
+        assert next(outcomes, None) is None, "more outcomes than reporting rows"
+        self.num_generated += generated
+        if self._budget < self.limits.max_num_batched_tokens and plan.kind is StepKind.PREFILL:
+            self._budget = min(self._budget * 2, self.limits.max_num_batched_tokens)
         return completions
 
-    def abandon(self, error: str, now_s: float = 0.0) -> list[Completion]:
-        """Give up the steps in flight after a failed launch: end every request they name.
+    def abandon(
+        self, error: str, now_s: float = 0.0, *, retry: bool = False, smaller: bool = False
+    ) -> list[Completion]:
+        """Give up the steps in flight after a failure; return the requests that ended by it.
 
         Their cache contents are in an unknown state; other requests are untouched.
+
+        retry    requests that failed in company are put back and tried again alone, each once;
+                 otherwise all that the steps name end
+        smaller  prefill steps take half as much until one succeeds
         """
+        failed = self._in_flight[0].sequences if self._in_flight else []
+        named = {s.order: s for launched in self._in_flight for s in launched.sequences}
+        self._in_flight.clear()
+        if smaller and self._budget > 1:
+            self._budget = max(1, self._budget // 2)
         completions = []
-        while self._in_flight:
-            for row in self._in_flight.popleft().rows:
-                sequence = self._sequences[row.request_id]
-                sequence.in_flight -= 1
-                if not sequence.is_finished():
-                    sequence.finish(FinishReason.ABORT, now_s, error)
-                    completions.append(self._report(sequence))
-                self._retire(sequence)
-        return completions
+        for _, sequence in sorted(named.items(), reverse=True):
+            sequence.in_flight = sequence.stale = 0
+            if sequence.is_finished():
+                continue
+            if sequence in failed:
+                sequence.num_failures += 1 if len(failed) > 1 or smaller else _MAX_FAILURES
+            if retry and sequence.num_failures < _MAX_FAILURES:
+                if sequence.slot:
+                    self._put_back(sequence)
+                continue
+            sequence.finish(FinishReason.ENGINE_ERROR, now_s, error)
+            self._retire(sequence)
+            completions.append(self._report(sequence))
+        return completions[::-1]
+
+    def fill_masks(self, plan: StepPlan) -> Masks:
+        """Return what the grammars allow in the steps of a plan, as far as they have come.
+
+        Due after the outcome of every earlier step is applied.
+        """
+        width = -(-self.limits.vocab_size // 32)
+        rows: list[tuple[int, int]] = []
+        bits: list[np.ndarray] = []
+        blank = np.zeros(width, np.uint32)
+        for idx, row in enumerate(plan.rows):
+            sequence = self._sequences.get(row.request_id)
+            if sequence is None or sequence.matcher is None or not row.samples or sequence.stale:
+                continue
+            drafts = sequence.drafts[: row.num_drafts]
+            taken = 0
+            for place in range(len(drafts) + 1):
+                if sequence.matcher.fill(blank):
+                    rows.append((idx, place))
+                    bits.append(blank)
+                    blank = np.zeros(width, np.uint32)
+                if place < len(drafts):
+                    if not sequence.matcher.try_drafts(drafts[place : place + 1]):
+                        break  # what stands behind an illegal draft cannot be reached
+                    taken += 1
+                    if sequence.matcher.is_finished():
+                        break
+            if taken:
+                sequence.matcher.rollback(taken)
+        return Masks(tuple(rows), np.array(bits, np.uint32).reshape(len(rows), width))
 
     def take_chunks(self) -> list[Chunk]:
         """Return what streamed requests gained since the last call."""
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    def _blocks_needed(self, request: Request) -> int:
-        most = min(
-            len(request.prompt_token_ids) + request.params.max_tokens, self.limits.max_model_len
-        )
-        return -(-most // self._tokens_per_block)
+    def take_completions(self) -> list[Completion]:
+        """Return requests that ended while a step was planned, since the last call."""
+        completions, self._completions = self._completions, []
+        return completions
+
+    def _end(
+        self, request_id: int, reason: FinishReason, now_s: float, error: str | None = None
+    ) -> Completion | None:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return None
+        sequence.finish(reason, now_s, error)
+        self._retire(sequence)
+        return self._report(sequence)
+
+    def _poll_gates(self, now_s: float) -> None:
+        for request_id, (sequence, gate) in list(self._gated.items()):
+            found = gate.poll()
+            if found is None:
+                continue
+            if isinstance(found, str):
+                reason = FinishReason.STRUCTURED_OUTPUT_ERROR
+                completion = self._end(request_id, reason, now_s, found)
+                assert completion is not None, request_id
+                self._completions.append(completion)
+                continue
+            del self._gated[request_id]
+            sequence.matcher = found
+            self._enqueue(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """Put a sequence into the queue at the place of its arrival."""
+        waiting = self._waiting
+        late = [s for s in reversed(waiting.values()) if s.order > sequence.order]
+        waiting[sequence.request.request_id] = sequence
+        for other in reversed(late):
+            waiting.move_to_end(other.request.request_id)
+        self._waiting_tokens += sequence.num_remaining
+
+    def _most_blocks(self, length: int) -> int:
+        return -(-length // self._tokens_per_block)
+
+    def _most_length(self, request: Request) -> int:
+        most = len(request.prompt_token_ids) + request.params.max_tokens
+        return min(most, self.limits.max_model_len)
 
     def _never_fits(self, request: Request) -> str | None:
         length = len(request.prompt_token_ids)
@@ -223,7 +475,7 @@ class Scheduler:
                 "shorten it, or raise scheduling.max_model_len, or the cache.num_blocks that it "
                 "follows"
             )
-        needed = self._blocks_needed(request)
+        needed = self._most_blocks(self._most_length(request))
         if needed > self._blocks.capacity:
             room = self._blocks.capacity * self._tokens_per_block
             return (
@@ -233,12 +485,28 @@ class Scheduler:
             )
         return None
 
+    def _blocks_to_admit(self, sequence: Sequence) -> int:
+        """Blocks that a waiting sequence gets when it is admitted."""
+        most = self._most_length(sequence.request)
+        if self.limits.reserve:
+            return self._most_blocks(most)
+        return self._most_blocks(min(len(sequence.token_ids) + 1, most))
+
     def _can_admit(self, sequence: Sequence) -> bool:
-        return (
-            self.num_running < self.limits.max_num_seqs
-            and self._slots.num_free > 0
-            and self._blocks.num_free >= self._blocks_needed(sequence.request)
-        )
+        if self.num_running >= self.limits.max_num_seqs or self._slots.num_free == 0:
+            return False
+        needed = self._blocks_to_admit(sequence)
+        if not self.limits.reserve and self.num_running:
+            # Leave room for those that grow, so that admitting one does not put back another.
+            needed += min(self.num_running, self._blocks.capacity // 10)
+        return self._free_blocks(needed)
+
+    def _free_blocks(self, needed: int) -> bool:
+        """Return whether so many blocks are free, letting go of cached prefixes first."""
+        missing = needed - self._blocks.num_free
+        if missing > 0 and self._prefix is not None:
+            self._prefix.evict(missing)
+        return self._blocks.num_free >= needed
 
     def _can_prefill(self) -> bool:
         if self._prefilling:
@@ -248,7 +516,7 @@ class Scheduler:
 
     def _wants_prefill(self) -> bool:
         limits = self.limits
-        if not self._can_prefill():
+        if not (self._prefilling or self._waiting) or not self._can_prefill():
             return False
         if not self._running:
             return True
@@ -268,19 +536,31 @@ class Scheduler:
 
     def _plan_prefill(self) -> StepPlan | None:
         rows: list[RowPlan] = []
+        sequences: list[Sequence] = []
         admissions: list[Admission] = []
-        budget = self.limits.max_num_batched_tokens
+        restores: list[SlotCopy] = []
+        saves: list[SlotCopy] = []
+        budget = self._budget
         for sequence in self._prefill_order():
+            suspect = sequence.num_failures > 0
+            if suspect and rows:
+                break
             is_new = sequence.slot == 0
             if is_new and not self._can_admit(sequence):
                 break
+            hit = self._match(sequence) if is_new else None
             count = self._chunk(sequence, budget)
             if count == 0:
+                if hit is not None:
+                    self._blocks.release(hit.blocks)
+                    sequence.num_computed = 0
                 break
             if is_new:
-                admissions.append(self._admit(sequence))
+                admissions.append(self._admit(sequence, hit))
+                if hit is not None:
+                    restores.append(SlotCopy(hit.checkpoint, sequence.slot))
             budget -= count
-            begin, end = sequence.num_computed, sequence.num_computed + count
+            begin, end = sequence.num_scheduled, sequence.num_scheduled + count
             samples = count == sequence.num_remaining
             rows.append(
                 RowPlan(
@@ -288,67 +568,203 @@ class Scheduler:
                     slot=sequence.slot,
                     start=begin,
                     token_ids=sequence.token_ids[begin:end],
-                    blocks=self._table(sequence, end),
+                    blocks=sequence.blocks[: self._most_blocks(end)],
                     samples=samples,
+                    scored_ids=_scored_ids(sequence, begin, end),
                 )
             )
-            if not samples:
+            sequences.append(sequence)
+            sequence.ahead_tokens += count
+            saves += self._save(sequence, end)
+            if suspect or not samples:
+                if samples:
+                    self._start_running(sequence)
                 break
+            self._start_running(sequence)
         if not rows:
             return None
-        return StepPlan(self._step_id, StepKind.PREFILL, tuple(rows), tuple(admissions))
+        masked = any(r.samples and s.matcher for r, s in zip(rows, sequences, strict=True))
+        return self._launch(
+            StepPlan(
+                self._step_id,
+                StepKind.PREFILL,
+                tuple(rows),
+                tuple(admissions),
+                masked,
+                restores=tuple(restores),
+                saves=tuple(saves),
+            ),
+            sequences,
+        )
+
+    def _start_running(self, sequence: Sequence) -> None:
+        """Move a sequence on whose last chunk is planned: it draws its next token."""
+        sequence.ahead_draws += 1
+        request_id = sequence.request.request_id
+        self._prefilling.pop(request_id, None)
+        self._running[request_id] = sequence
+        self._num_constrained += sequence.matcher is not None
+
+    def _launch(self, plan: StepPlan, sequences: list[Sequence]) -> StepPlan:
+        for sequence in sequences:
+            sequence.in_flight += 1
+        self._in_flight.append(_Launched(plan, sequences))
+        return plan
+
+    def _match(self, sequence: Sequence) -> PrefixHit | None:
+        """Start a sequence behind a cached prefix, when there is one."""
+        if self._prefix is None or sequence.request.params.prompt_logprobs:
+            return None
+        hit = self._prefix.match(tuple(sequence.token_ids))
+        if hit is not None:
+            assert 0 < hit.num_tokens < len(sequence.token_ids), hit
+            sequence.num_computed = hit.num_tokens
+        return hit
+
+    def _save(self, sequence: Sequence, end: int) -> list[SlotCopy]:
+        """Ask the prefix cache whether to keep the state at the end of a chunk."""
+        if self._prefix is None or end % self._tokens_per_block:
+            return []
+        blocks = sequence.blocks[: end // self._tokens_per_block]
+        checkpoint = self._prefix.wants(tuple(sequence.token_ids[:end]), blocks, end)
+        return [] if checkpoint is None else [SlotCopy(checkpoint, sequence.slot)]
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Tokens of the next chunk, 0 to wait for a later step."""
         size = self.limits.chunk_tokens
-        wanted = min(sequence.num_remaining, size - sequence.num_computed % size)
+        if self._budget < size:  # after a step that did not fit into memory
+            return min(sequence.num_remaining, budget)
+        wanted = min(sequence.num_remaining, size - sequence.num_scheduled % size)
         if self.limits.fixed_chunks:
             return wanted if wanted <= budget else 0
         return min(sequence.num_remaining, size, budget)
 
-    def _admit(self, sequence: Sequence) -> Admission:
+    def _admit(self, sequence: Sequence, hit: PrefixHit | None) -> Admission:
         request = sequence.request
+        self._leave_waiting(sequence)
+        cached = hit.blocks if hit is not None else ()
+        fresh = self._blocks.allocate(self._blocks_to_admit(sequence) - len(cached))
         sequence.slot = self._slots.acquire()
-        sequence.blocks = tuple(self._blocks.allocate(self._blocks_needed(request)))
-        self._leave_waiting(request.request_id)
+        sequence.blocks = (*cached, *fresh)
         self._prefilling[request.request_id] = sequence
-        return Admission(sequence.slot, sequence.num_prompt_tokens, request.params, request.seed)
-
-    def _leave_waiting(self, request_id: int) -> None:
-        sequence = self._waiting.pop(request_id, None)
-        if sequence is not None:
-            self._waiting_tokens -= sequence.num_remaining
-
-    def _plan_decode(self) -> StepPlan:
-        rows = tuple(
-            RowPlan(
-                request_id=request_id,
-                slot=sequence.slot,
-                start=sequence.num_computed,
-                token_ids=sequence.token_ids[sequence.num_computed :],
-                blocks=self._table(sequence, len(sequence.token_ids)),
-                samples=True,
-            )
-            for request_id, sequence in self._running.items()
+        return Admission(
+            sequence.slot,
+            sequence.num_prompt_tokens,
+            request.params,
+            request.seed,
+            sequence.limit,
+            tuple(sequence.ending_ids),
+            len(sequence.token_ids),
+            tuple(sequence.token_ids) if request.params.processor_factories else (),
         )
-        return StepPlan(self._step_id, StepKind.DECODE, rows)
 
-    def _table(self, sequence: Sequence, end: int) -> tuple[int, ...]:
-        """Return the blocks of positions 0..end-1; the sequence holds those of its future too."""
-        return sequence.blocks[: -(-end // self._tokens_per_block)]
+    def _leave_waiting(self, sequence: Sequence) -> None:
+        if self._waiting.pop(sequence.request.request_id, None) is not None:
+            self._waiting_tokens -= len(sequence.token_ids)
 
-    def _retire(self, sequence: Sequence) -> None:
-        """Forget a finished sequence and free what it holds, once no step in flight names it."""
+    def _plan_decode(self, now_s: float) -> StepPlan | None:
+        ready = [s for s in self._running.values() if len(s.token_ids) + s.ahead_draws < s.limit]
+        numbers: list[int] | None = None
+        if self._planner is not None:
+            numbers = self._planner.choose([s.confidences for s in ready])
+        if not self.limits.reserve:
+            ready, numbers = self._grow(ready, numbers, now_s)
+        if not ready:
+            return None
+        rows = []
+        for idx, sequence in enumerate(ready):
+            num_drafts = 0
+            if numbers is not None:
+                room = sequence.limit - len(sequence.token_ids) - sequence.ahead_draws
+                num_drafts = min(numbers[idx], room - 1)
+            row = sequence.decode_row
+            if row is None or row.num_drafts != num_drafts or row.blocks is not sequence.blocks:
+                row = RowPlan(
+                    sequence.request.request_id,
+                    sequence.slot,
+                    FROM_SLOT,
+                    (),
+                    sequence.blocks,
+                    True,
+                    num_drafts,
+                )
+                sequence.decode_row = row
+            rows.append(row)
+            sequence.ahead_tokens += 1 + num_drafts
+            sequence.ahead_draws += 1
+            sequence.in_flight += 1
+        masked = self._num_constrained > 0 and any(s.matcher is not None for s in ready)
+        plan = StepPlan(self._step_id, StepKind.DECODE, tuple(rows), (), masked)
+        self._in_flight.append(_Launched(plan, ready))
+        return plan
+
+    def _grow(
+        self, ready: list[Sequence], numbers: list[int] | None, now_s: float
+    ) -> tuple[list[Sequence], list[int] | None]:
+        """Add the blocks that a step may need, putting back the latest arrivals when short."""
+        while True:
+            needs = []
+            for idx, sequence in enumerate(ready):
+                most = self._most_length(sequence.request)
+                end = sequence.num_scheduled + 1 + (numbers[idx] if numbers is not None else 0)
+                needs.append(max(0, self._most_blocks(min(end, most)) - len(sequence.blocks)))
+            if self._free_blocks(sum(needs)):
+                break
+            victim = max(
+                (*self._running.values(), *self._prefilling.values()), key=lambda s: s.order
+            )
+            if numbers is not None:
+                numbers = [n for n, s in zip(numbers, ready, strict=True) if s is not victim]
+            ready = [s for s in ready if s is not victim]
+            if victim.num_preemptions >= _MAX_PREEMPTIONS:
+                told = (
+                    f"put back {victim.num_preemptions} times for want of cache blocks: raise "
+                    "cache.memory_bytes or lower scheduling.max_num_seqs"
+                )
+                completion = self._end(
+                    victim.request.request_id,
+                    FinishReason.INSUFFICIENT_SYSTEM_RESOURCE,
+                    now_s,
+                    told,
+                )
+                assert completion is not None, victim.request.request_id
+                self._completions.append(completion)
+            else:
+                self._put_back(victim)
+        for sequence, need in zip(ready, needs, strict=True):
+            if need:
+                sequence.blocks = (*sequence.blocks, *self._blocks.allocate(need))
+        return ready, numbers
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Free what an admitted sequence holds and let it wait in front."""
         request_id = sequence.request.request_id
-        self._leave_waiting(request_id)
+        self._free(sequence)
+        sequence.put_back()
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(sequence)
+        assert request_id in self._waiting, request_id
+
+    def _free(self, sequence: Sequence) -> None:
+        """Take a sequence out of the running ones. Whatever gets its slot and blocks runs later
+        than all steps that name them.
+        """
+        request_id = sequence.request.request_id
         self._prefilling.pop(request_id, None)
-        self._running.pop(request_id, None)
-        if sequence.in_flight:
-            return
+        if self._running.pop(request_id, None) is not None:
+            self._num_constrained -= sequence.matcher is not None
         self._blocks.release(sequence.blocks)
         if sequence.slot:
             self._slots.release(sequence.slot)
         sequence.blocks, sequence.slot = (), 0
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Forget a finished sequence and free what it holds."""
+        self._leave_waiting(sequence)
+        self._free(sequence)
+        request_id = sequence.request.request_id
+        self._gated.pop(request_id, None)
         del self._sequences[request_id]
 
     def _report(self, sequence: Sequence) -> Completion:
@@ -373,3 +789,16 @@ class Scheduler:
                     completion=completion,
                 )
             )
+
+
+def _add_prompt_logprobs(sequence: Sequence, start: int, values: tuple[float, ...]) -> None:
+    """Take the logprobs of the prompt's tokens start + 1, start + 2, ..., if they are new."""
+    assert sequence.prompt_logprobs is not None, sequence.request.request_id
+    sequence.prompt_logprobs.extend(values[len(sequence.prompt_logprobs) - start :])
+
+
+def _scored_ids(sequence: Sequence, begin: int, end: int) -> list[int]:
+    """Return the prompt tokens that rows begin..end-1 predict, when their logprobs are asked."""
+    if not sequence.request.params.prompt_logprobs:
+        return []
+    return sequence.token_ids[begin + 1 : min(end + 1, sequence.num_prompt_tokens)]

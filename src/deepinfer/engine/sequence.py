@@ -2,52 +2,107 @@
 
 from __future__ import annotations
 
-from deepinfer.engine.plan import RowResult
+from deepinfer.engine.commit import TokenMatcher
+from deepinfer.engine.plan import RowPlan
 from deepinfer.engine.request import Completion, FinishReason, Request
 from deepinfer.engine.text import TextStream
 
 __all__ = ["Sequence"]
 
+_NEVER = 2**31 - 1
+
 
 class Sequence:
     """One live request: its tokens, how many of them are computed, and what it holds.
 
+    order         place among the arrivals
     token_ids     prompt, then generated ids
-    num_computed  leading ids whose keys and values are in the caches
-    slot, blocks  held from admission until retirement; slot 0 means none
+    limit         length of `token_ids` that ends the request
+    ending_ids    ids that end it
+    matcher       its grammar, None when free
+    num_computed  leading ids whose keys and values are in the caches, by the steps applied
+    ahead_tokens  most positions that the steps in flight add to them
+    ahead_draws   steps in flight that draw for it: each brings at least one token
+    slot, blocks  held from admission until the end; slot 0 means none
     in_flight     launched steps that name it and are not applied yet
+    stale         how many of these were launched before it was put back: their outcome is dropped
+    decode_row    its row of a decode step, kept while nothing in it changes
+    drafts, confidences  as last reported by the device
     """
 
     __slots__ = (
+        "ahead_draws",
+        "ahead_tokens",
         "blocks",
+        "confidences",
+        "decode_row",
+        "drafts",
+        "ending_ids",
         "error",
         "finish_reason",
         "finish_s",
         "first_token_s",
         "in_flight",
+        "limit",
         "logprobs",
+        "matcher",
+        "num_accepted",
         "num_computed",
+        "num_failures",
+        "num_preemptions",
+        "num_proposed",
         "num_reported",
+        "num_steps",
+        "num_verified",
+        "order",
+        "prompt_logprobs",
         "request",
         "slot",
+        "stale",
         "text",
         "token_ids",
         "top_logprobs",
     )
 
-    def __init__(self, request: Request, text: TextStream | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        text: TextStream | None = None,
+        *,
+        order: int = 0,
+        eos_token_id: int = -1,
+        max_model_len: int = _NEVER,
+        matcher: TokenMatcher | None = None,
+    ) -> None:
+        params = request.params
         self.request = request
         self.text = text
+        self.order = order
         self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.limit = min(len(self.token_ids) + params.max_tokens, max_model_len + 1)
+        eos = () if params.ignore_eos or eos_token_id < 0 else (eos_token_id,)
+        self.ending_ids = frozenset((*eos, *params.stop_ids))
+        self.matcher = matcher
         self.num_computed = 0
+        self.ahead_tokens = 0
+        self.ahead_draws = 0
         self.num_reported = 0
         self.slot = 0
         self.blocks: tuple[int, ...] = ()
         self.in_flight = 0
-        self.logprobs: list[float] | None = [] if request.params.logprobs else None
+        self.stale = 0
+        self.decode_row: RowPlan | None = None
+        self.drafts: tuple[int, ...] = ()
+        self.confidences: tuple[float, ...] = ()
+        self.num_proposed = self.num_verified = self.num_accepted = 0
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_failures = 0
+        self.logprobs: list[float] | None = [] if params.logprobs else None
         self.top_logprobs: list[tuple[tuple[int, float], ...]] | None = (
-            [] if request.params.top_logprobs else None
+            [] if params.top_logprobs else None
         )
+        self.prompt_logprobs: list[float] | None = [] if params.prompt_logprobs else None
         self.first_token_s: float | None = None
         self.finish_reason: FinishReason | None = None
         self.finish_s = 0.0
@@ -64,36 +119,29 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_scheduled(self) -> int:
+        """Positions computed or planned to be; with drafts in flight, at most."""
+        return self.num_computed + self.ahead_tokens
+
+    @property
     def num_remaining(self) -> int:
-        """Known tokens that are not computed yet: the rest of the prompt, or 1 while generating."""
-        return len(self.token_ids) - self.num_computed
-
-    def extend(self, row: RowResult, eos_token_id: int, max_model_len: int, now_s: float) -> None:
-        """Append a step's tokens one by one until a stop rule holds; what follows is dropped.
-
-        Rules in order: end-of-sequence, stop id, stop string, length of the model, `max_tokens`.
-        """
-        params = self.request.params
-        if self.first_token_s is None:
-            self.first_token_s = now_s
-        for idx, token_id in enumerate(row.token_ids):
-            self.token_ids.append(token_id)
-            if self.logprobs is not None and row.logprobs is not None:
-                self.logprobs.append(row.logprobs[idx])
-            if self.top_logprobs is not None and row.top_logprobs is not None:
-                self.top_logprobs.append(row.top_logprobs[idx])
-            is_eos = token_id == eos_token_id and not params.ignore_eos
-            ends = is_eos or token_id in params.stop_ids
-            if ends or (self.text is not None and self.text.push(token_id)):
-                self.finish(FinishReason.STOP, now_s)
-            elif len(self.token_ids) > max_model_len or self.num_output_tokens >= params.max_tokens:
-                self.finish(FinishReason.LENGTH, now_s)
-            if self.finish_reason is not None:
-                return
+        """Known tokens whose computing is not planned yet: the rest of the prompt, as a rule."""
+        return len(self.token_ids) - self.num_computed - self.ahead_tokens
 
     def is_finished(self) -> bool:
         """Whether the sequence has ended, for whatever reason."""
         return self.finish_reason is not None
+
+    def is_used_up(self) -> bool:
+        """Whether the steps in flight surely bring the last token that its limit allows."""
+        return len(self.token_ids) + self.ahead_draws >= self.limit
+
+    def put_back(self) -> None:
+        """Forget what is computed and what is in flight; the tokens stay."""
+        self.stale = self.in_flight
+        self.num_computed = self.ahead_tokens = self.ahead_draws = 0
+        self.decode_row = None
+        self.drafts, self.confidences = (), ()
 
     def finish(self, reason: FinishReason, now_s: float, error: str | None = None) -> None:
         """Record why and when the request ended."""
@@ -123,4 +171,11 @@ class Sequence:
             top_logprobs=None if self.top_logprobs is None else tuple(self.top_logprobs),
             ttft_s=None if self.first_token_s is None else self.first_token_s - start_s,
             finish_s=self.finish_s - start_s,
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            num_preemptions=self.num_preemptions,
+            num_steps=self.num_steps,
+            num_draft_proposed=self.num_proposed,
+            num_draft_verified=self.num_verified,
+            num_draft_accepted=self.num_accepted,
+            sample_index=self.request.sample_index,
         )
