@@ -86,11 +86,16 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a call of `generate` is."""
+    """How far a call of `generate` is.
+
+    num_finished  requests that ended well
+    num_failed    requests that ended with an error, refused ones among them
+    """
 
     num_finished: int
     num_requests: int
     num_tokens: int
+    num_failed: int = 0
 
 
 def _name_nonfinite(checkpoint: Checkpoint) -> str | None:
@@ -222,7 +227,9 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one sequence, prompt and output."""
+        """Most positions of one sequence. Prompt and output together take one token more at most:
+        the last one drawn is never fed, so it needs no position.
+        """
         return self.sizes.max_model_len
 
     def generate(
@@ -256,7 +263,10 @@ class LLM:
                 with interrupt_after():
                     self._collect(loop.step(), first_id, done)
                     num_tokens = loop.scheduler.num_generated - start_tokens
-                    self._tell(progress, Progress(len(done), len(entries), num_tokens))
+                    failed = sum(result.error is not None for result in done.values())
+                    finished = len(done) - failed
+                    state = Progress(finished, len(entries), num_tokens, failed)
+                    self._tell(progress, state)
         except KeyboardInterrupt:
             interrupted = True
         finally:

@@ -236,7 +236,7 @@ class SchedulingConfig(_Group):
         default="auto", metadata=_about("most prompt tokens computed in one step", 1)
     )
     max_model_len: int | Literal["auto"] = field(
-        default="auto", metadata=_about("most tokens of one sequence, prompt and output", 1)
+        default="auto", metadata=_about("most tokens of a sequence that are fed: all but its last", 1)
     )
     chunk_size: int | Literal["auto"] = field(
         default="auto", metadata=_about("most tokens of one prompt computed in one step", 1)

@@ -46,8 +46,8 @@ class Limits:
 
     max_num_seqs            running sequences at once
     max_num_batched_tokens  tokens of one prefill step
-    max_model_len           most tokens of prompt plus output; a prompt of exactly this length still
-                            yields one token
+    max_model_len           most positions of a sequence; the last token drawn needs none, so a
+                            prompt of exactly this length still yields one token
     chunk_tokens            tokens of one prompt chunk. With `fixed_chunks` boundaries are multiples
                             of it from position 0, whatever else runs; otherwise a chunk also
                             shrinks to the budget that is left
