@@ -47,20 +47,23 @@ def _portable(folder: str, cpu: str = "") -> tuple[Implementation, ...]:
     return (Implementation("cpu", f"{folder}.cpu", ("cpu",), why=cpu), *lines) if cpu else lines
 
 
+_NUMPY: Final = "elementwise work in numpy: fewer and cheaper calls"
+_BUFFERS: Final = "kept 16-row buffers, quantization by table"
+
 TABLE: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "rms_norm": _portable("rms_norm"),
     "cos_sin": _portable("rope"),
-    "rotate_tail": _portable("rope"),
-    "round_trip": _portable("quantize"),
-    "fp8_linear": _portable("linear"),
-    "dense_linear": _portable("linear"),
-    "grouped_linear": _portable("linear"),
-    "expert_linear": _portable("expert_linear"),
-    "swiglu": _portable("expert_linear"),
+    "rotate_tail": _portable("rope", _NUMPY),
+    "round_trip": _portable("quantize", "rounding by table"),
+    "fp8_linear": _portable("linear", _BUFFERS),
+    "dense_linear": _portable("linear", _BUFFERS),
+    "grouped_linear": _portable("linear", _BUFFERS),
+    "expert_linear": _portable("expert_linear", _BUFFERS),
+    "swiglu": _portable("expert_linear", _NUMPY),
     "route": _portable("router"),
-    "hyper_mix": _portable("hyper", "Sinkhorn in numpy: fewer and cheaper calls"),
-    "hyper_collapse": _portable("hyper"),
-    "hyper_expand": _portable("hyper"),
+    "hyper_mix": _portable("hyper", _NUMPY),
+    "hyper_collapse": _portable("hyper", _NUMPY),
+    "hyper_expand": _portable("hyper", _NUMPY),
     "compress": _portable("compress"),
     "index_score": _portable("index_score"),
     "select_topk": _portable("topk"),

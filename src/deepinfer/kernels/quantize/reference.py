@@ -47,14 +47,15 @@ def _grouped(x: Tensor, group: int, floor: float) -> tuple[Tensor, Tensor]:
     return groups, groups.abs().amax(-1, keepdim=True).clamp_(min=floor)
 
 
-def _scaled8(x: Tensor) -> tuple[Tensor, Tensor]:
+def scaled8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 codes and fp32 scales."""
     groups, amax = _grouped(x, 32, 1e-4)
     scale = pow2_ceil(amax.div_(448.0))
     # No clamp: |x / scale| exceeds 448 by a rounding at most, and the cast brings that to 448.
     return (groups / scale).to(torch.float8_e4m3fn), scale
 
 
-def _scaled4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def scaled4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Values on the e2m1 grid (with the sign of zero) and fp32 scales."""
     if group == 32:
         groups, amax = _grouped(x, 32, 6.0 * 2.0**-126)
@@ -62,52 +63,65 @@ def _scaled4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     else:
         groups, amax = _grouped(x, 16, 6.0 * 2.0**-9)
         scale = (amax / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn).float()
-    scaled = groups / scale
+    return nearest4(groups / scale), scale
+
+
+def nearest4(scaled: Tensor) -> Tensor:
+    """Nearest values of the e2m1 grid."""
     size = scaled.abs().clamp(max=6.0)
     step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
-    return torch.copysign(torch.round(size / step) * step, scaled), scale
+    return torch.copysign(torch.round(size / step) * step, scaled)
 
 
 def _ue8m0_bytes(scale: Tensor) -> Tensor:
     return (scale.squeeze(-1).contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
 
-def _pack(values: Tensor) -> Tensor:
-    """e2m1 values [..., G, g] -> packed codes [..., D/2]."""
+def code4(values: Tensor) -> Tensor:
+    """e2m1 values -> their codes, one a byte."""
     size = values.abs()
     code = torch.where(size < 2.0, size * 2.0, torch.where(size < 4.0, size + 2.0, size / 2 + 4.0))
-    code = code.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
-    pairs = torch.unflatten(code.flatten(-2), -1, (-1, 2))
+    return code.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def _pack(values: Tensor) -> Tensor:
+    """e2m1 values [..., G, g] -> packed codes [..., D/2]."""
+    pairs = torch.unflatten(code4(values).flatten(-2), -1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def act8(x: Tensor) -> tuple[Tensor, Tensor]:
     """ACT8 codes and scale bytes."""
-    codes, scale = _scaled8(x)
+    codes, scale = scaled8(x)
     return codes.flatten(-2), _ue8m0_bytes(scale)
 
 
 def act4_e8(x: Tensor) -> tuple[Tensor, Tensor]:
     """ACT4-E8 codes and scale bytes."""
-    values, scale = _scaled4(x, 32)
+    values, scale = scaled4(x, 32)
     return _pack(values), _ue8m0_bytes(scale)
 
 
 def act4_e4(x: Tensor) -> tuple[Tensor, Tensor]:
     """ACT4-E4 codes and scale bytes."""
-    values, scale = _scaled4(x, 16)
+    values, scale = scaled4(x, 16)
     return _pack(values), scale.squeeze(-1).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def act8_values(x: Tensor) -> Tensor:
     """Quantize with ACT8 and dequantize, [..., D] fp32."""
-    codes, scale = _scaled8(x)
+    codes, scale = scaled8(x)
     return codes.float().mul_(scale).view(x.shape)
 
 
 def round_trip(x: Tensor, fmt: str) -> Tensor:
     """Quantize and dequantize without packing."""
+    return rounded_values(x, fmt).to(x.dtype)
+
+
+def rounded_values(x: Tensor, fmt: str) -> Tensor:
+    """What x becomes, fp32."""
     if fmt == "act8":
-        return act8_values(x).to(x.dtype)
-    values, scale = _scaled4(x, 32 if fmt == "act4_e8" else 16)
-    return (values * scale).flatten(-2).to(x.dtype)
+        return act8_values(x)
+    values, scale = scaled4(x, 32 if fmt == "act4_e8" else 16)
+    return (values * scale).flatten(-2)
