@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.grammar.nodes import Rules
+from deepinfer.grammar.schema import Loosened
 
 __all__ = ["Backend", "BackendError", "Compiled", "Position", "Program", "Vocabulary", "bit_words"]
 
@@ -115,7 +116,19 @@ class Compiled(Protocol):
 
 
 class Backend(Protocol):
-    """One grammar library for one vocabulary."""
+    """One grammar library for one vocabulary.
+
+    limits  what it never expresses of a schema
+    """
+
+    @property
+    def limits(self) -> Loosened:
+        """What it never expresses."""
+        ...
+
+    def loosen(self, error: BackendError, loosened: Loosened) -> Loosened | None:
+        """Return what to leave out of a schema as well after an error, None when that is no use."""
+        ...
 
     def compile(self, program: Program) -> Compiled:
         """Compile a program; raises BackendError. Called from several threads."""

@@ -15,11 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from deepinfer.config.engine import GrammarConfig
-from deepinfer.errors import DeepInferError
+from deepinfer.errors import DeepInferError, RequestError
 from deepinfer.grammar.backend import Backend, BackendError, Compiled, Vocabulary
 from deepinfer.grammar.llguidance import LLGuidance
 from deepinfer.grammar.matcher import Matcher
-from deepinfer.grammar.prepare import Prepared, prepare
+from deepinfer.grammar.prepare import Prepared, compile_shape
 from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
 from deepinfer.grammar.xgrammar import XGrammar
@@ -95,7 +95,7 @@ class GrammarService:
 
     def report(self, shape: Structured) -> Report:
         """Say what would be enforced of a shape; raises RequestError when it cannot be used."""
-        return prepare(shape, self.config).report
+        return self.compile(shape)[0].report
 
     def gate(self, shape: Structured, end_ids: Sequence[int]) -> Gate:
         """Begin to compile a shape and return what its request waits for.
@@ -141,10 +141,12 @@ class GrammarService:
 
         return Gate(poll)
 
-    def compile(self, shape: Structured) -> tuple[Report, Compiled]:
-        """Compile a shape here and now, past what is kept; raises RequestError or BackendError."""
-        prepared = prepare(shape, self.config)
-        return prepared.report, self.backend.compile(prepared.program)
+    def compile(self, shape: Structured) -> tuple[Prepared, Compiled]:
+        """Compile a shape here and now, past what is kept; raises RequestError."""
+        try:
+            return compile_shape(shape, self.config, self.backend)
+        except BackendError as error:
+            raise RequestError(f"structured {shape.kind} cannot be used: {error}") from None
 
     def close(self) -> None:
         """Let threads and grammars go; a compilation that runs is not waited for."""
@@ -163,12 +165,9 @@ class GrammarService:
         job.started_s = time.monotonic()
         result: _Ready | str
         try:
-            prepared = prepare(key, self.config)
-            result = _Ready(prepared, self.backend.compile(prepared.program))
+            result = _Ready(*self.compile(key))
         except DeepInferError as error:
             result = str(error)
-        except BackendError as error:
-            result = f"structured {key.kind} cannot be used: {error}"
         except Exception as error:  # whatever a library throws is this request's problem only
             result = f"structured {key.kind} cannot be used: {type(error).__name__}: {error}"
         with self._lock:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from deepinfer.errors import UnsupportedError
@@ -16,6 +18,8 @@ from deepinfer.grammar.backend import (
     Vocabulary,
 )
 from deepinfer.grammar.nodes import inline, lark, rust_regex
+from deepinfer.grammar.regex import parse_regex
+from deepinfer.grammar.schema import Loosened
 
 __all__ = ["LLGuidance"]
 
@@ -25,6 +29,13 @@ _WHITESPACE: Final = r"[\x20\x0A\x0D\x09]"
 # Escapes of characters that JSON strings cannot hold as they are; \uXXXX would give every name and
 # value a second spelling that patterns and enumerations do not know.
 _ESCAPES: Final = '"\\bfnrt'
+# What its messages say when it does not express something, and what is then left out.
+_SIGNS: Final = {
+    "min/maxProperties": "counts",
+    "are not disjoint": "patterns",
+    "format": "formats",
+    "for 'multipleOf'": "multiples",
+}
 _BYTES_PER_SOURCE_BYTE: Final = 64
 _LEAST_BYTES: Final = 1 << 16
 
@@ -51,6 +62,16 @@ class LLGuidance:
         wrapped = library.TokenizerWrapper(_Pieces(vocabulary))
         self._tokenizer = library.LLTokenizer(wrapped)
         self._executor = library.LLExecutor(num_threads=threads)
+
+    limits = Loosened()
+
+    def loosen(self, error: BackendError, loosened: Loosened) -> Loosened | None:
+        """Return what to leave out as well."""
+        told = str(error)
+        for sign, change in _SIGNS.items():
+            if sign in told:
+                return replace(loosened, **{change: True})
+        return None
 
     def compile(self, program: Program) -> Compiled:
         """Compile a program."""
@@ -146,7 +167,9 @@ def _matcher(position: Position) -> Any:
 
 
 def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "unknown error")
+    """Return what an error says, without the place in the text that we generated."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "unknown error")
+    return re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line)
 
 
 def _source(program: Program) -> str:
@@ -162,9 +185,36 @@ def _source(program: Program) -> str:
         "whitespace_pattern": f"{_WHITESPACE}{{1,{count}}}" if count else None,
         "item_separator": ",",
         "key_separator": ":",
-        "coerce_one_of": True,
+        "coerce_one_of": False,
         "json_allowed_escapes": _ESCAPES,
     }
     given = {key: value for key, value in options.items() if value is not None}
-    schema = program.schema if isinstance(program.schema, dict) else {"anyOf": [program.schema]}
+    schema = _spelled(program.schema)
+    if not isinstance(schema, dict):
+        schema = {"anyOf": [schema]}
     return f"{_OPTIONS}start: %json {json.dumps({**schema, 'x-guidance': given})}\n"
+
+
+def _spelled(schema: Any) -> Any:
+    """Return a schema with its patterns in the library's syntax."""
+    if isinstance(schema, list):
+        return [_spelled(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword == "pattern":
+            out[keyword] = _anchored(value)
+        elif keyword == "patternProperties":
+            out[keyword] = {_anchored(pattern): _spelled(sub) for pattern, sub in value.items()}
+        elif keyword in ("properties", "$defs"):
+            out[keyword] = {name: _spelled(sub) for name, sub in value.items()}
+        elif keyword in ("enum", "const", "required"):
+            out[keyword] = value
+        else:
+            out[keyword] = _spelled(value)
+    return out
+
+
+def _anchored(pattern: str) -> str:
+    return f"^(?:{rust_regex(parse_regex(pattern, whole=False, ecma=True))})$"

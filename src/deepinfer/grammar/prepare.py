@@ -8,14 +8,16 @@ from functools import cache
 
 from deepinfer.config.engine import GrammarConfig
 from deepinfer.errors import RequestError
-from deepinfer.grammar.backend import Program
+from deepinfer.grammar.backend import Backend, BackendError, Compiled, Program
 from deepinfer.grammar.ebnf import ROOT, GrammarError, parse_ebnf
 from deepinfer.grammar.nodes import NOTHING, Automaton, Node, Rules, alt, inline, literal, size
 from deepinfer.grammar.regex import PatternError, parse_regex
 from deepinfer.grammar.report import Report
+from deepinfer.grammar.schema import Loosened, rewrite
 from deepinfer.grammar.spec import Structured
+from deepinfer.grammar.verdict import make_check
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "compile_shape", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,30 @@ class Prepared:
     last_word: Callable[[str], str | None]
 
 
-def prepare(shape: Structured, config: GrammarConfig) -> Prepared:
-    """Check a shape and reduce it; raises RequestError that says where it is wrong."""
+def compile_shape(
+    shape: Structured, config: GrammarConfig, backend: Backend
+) -> tuple[Prepared, Compiled]:
+    """Prepare and compile, leaving out of a schema what the library turns out not to express.
+
+    Raises RequestError, or BackendError when the library refuses for another reason.
+    """
+    loosened = backend.limits
+    while True:
+        prepared = prepare(shape, config, loosened)
+        try:
+            return prepared, backend.compile(prepared.program)
+        except BackendError as error:
+            more = backend.loosen(error, loosened) if shape.kind == "json" else None
+            if more is None or more == loosened:
+                raise
+            loosened = more
+
+
+def prepare(shape: Structured, config: GrammarConfig, loosened: Loosened | None = None) -> Prepared:
+    """Check a shape and reduce it; raises RequestError that says where it is wrong.
+
+    loosened  what is left out of a schema
+    """
     source_bytes = len(shape.text.encode())
     if source_bytes > config.max_source_bytes:
         raise RequestError(
@@ -39,7 +63,7 @@ def prepare(shape: Structured, config: GrammarConfig) -> Prepared:
             "are accepted: shorten it, or raise grammar.max_source_bytes"
         )
     if shape.kind == "json":
-        return _json(shape, config)
+        return _json(shape, config, loosened)
     rules = _rules(shape)
     _check_size(shape, rules, config)
     whole = inline(rules, ROOT, config.max_states)
@@ -92,5 +116,15 @@ def _membership(whole: Node | None, kind: str) -> Callable[[str], str | None]:
     return check
 
 
-def _json(shape: Structured, config: GrammarConfig) -> Prepared:
-    raise RequestError("structured json is not built yet")
+def _json(shape: Structured, config: GrammarConfig, loosened: Loosened | None) -> Prepared:
+    found = rewrite(
+        shape.text, closed=shape.closed, max_states=config.max_states, loosened=loosened
+    )
+    problems = found.report.problems(shape.strict)
+    if problems:
+        how = "strictly " if shape.strict and not found.report.problems(False) else ""
+        raise RequestError(f"structured json cannot be {how}enforced", problems)
+    program = Program(
+        schema=found.schema, max_whitespace=config.max_whitespace, max_states=config.max_states
+    )
+    return Prepared(program, found.report, make_check(found.original, found.draft))

@@ -32,6 +32,7 @@ from deepinfer.grammar.nodes import (
 __all__ = ["PatternError", "parse_regex"]
 
 _NEWLINE: Final[Ranges] = ((10, 10),)
+_BYTE_ORDER_MARK: Final = (0xFEFF, 0xFEFF)
 _SURROGATES: Final = (0xD800, 0xDFFF)
 # Categories by their opcode: the class to look up, and whether its complement is meant.
 _CATEGORIES: Final = {
@@ -187,6 +188,8 @@ class _Reader:
             # What is left out must be left out under both readings, whatever the nesting.
             ascii_only = not (negated ^ inverse)
         ranges = _scan(name, re.ASCII if ascii_only else 0)
+        if self._ecma and not ascii_only and name == r"\s":
+            ranges = merge((*ranges, _BYTE_ORDER_MARK))  # white space in ECMA 262 only
         return complement(ranges) if inverse else ranges
 
 

@@ -18,6 +18,7 @@ from deepinfer.grammar.backend import (
     bit_words,
 )
 from deepinfer.grammar.nodes import gbnf
+from deepinfer.grammar.schema import Loosened
 
 __all__ = ["XGrammar"]
 
@@ -49,6 +50,12 @@ class XGrammar:
         self._batch = library.BatchGrammarMatcher(max_threads=threads)
         self._words = bit_words(size)
         self._text = vocabulary.text_bits
+
+    limits = Loosened(counts=True, patterns=True, formats=True, multiples=True)
+
+    def loosen(self, error: BackendError, loosened: Loosened) -> Loosened | None:
+        """Return None: what the rules do not express is known beforehand."""
+        return None
 
     def compile(self, program: Program) -> Compiled:
         """Compile a program, which must have rules."""
