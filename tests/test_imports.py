@@ -29,6 +29,7 @@ PURE = [
     "deepinfer.engine.scheduler",
     "deepinfer.chat.tokenizer",
     "deepinfer.chat.encode",
+    "deepinfer.dialog.chat",
     "deepinfer.cli.main",
     "deepinfer.cli.inspect",
 ]

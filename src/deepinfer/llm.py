@@ -20,6 +20,7 @@ import torch
 from deepinfer.cache.blocks import BlockPool
 from deepinfer.cache.slots import SlotPool
 from deepinfer.cache.tensors import Caches
+from deepinfer.chat.messages import MessageLike, ResponseFormat, Tool
 from deepinfer.chat.token_map import load_token_map
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.config.engine import EngineConfig
@@ -27,6 +28,14 @@ from deepinfer.config.load import load_engine_config, load_model_config, resolve
 from deepinfer.config.model import ModelConfig
 from deepinfer.device import pick_device
 from deepinfer.device.queue import InlineQueue, ThreadQueue
+from deepinfer.dialog.chat import (
+    ChatCompletion,
+    ChatDelta,
+    ChatOptions,
+    answer,
+    make_turns,
+    stream_answers,
+)
 from deepinfer.engine.executor import Executor, InProcessExecutor
 from deepinfer.engine.loop import EngineLoop, interrupt_after
 from deepinfer.engine.memory import plan_caches
@@ -45,6 +54,7 @@ from deepinfer.engine.sizing import Sizes
 from deepinfer.engine.state import SlotState
 from deepinfer.engine.text import TextStream
 from deepinfer.errors import ConfigError, TokenizerError, UnsupportedError
+from deepinfer.grammar.spec import Structured
 from deepinfer.model.fast.model import FastModel
 from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.load import check_steering, find_nonfinite
@@ -263,10 +273,11 @@ class LLM:
                 with interrupt_after():
                     self._collect(loop.step(), first_id, done)
                     num_tokens = loop.scheduler.num_generated - start_tokens
-                    failed = sum(result.error is not None for result in done.values())
-                    finished = len(done) - failed
-                    state = Progress(finished, len(entries), num_tokens, failed)
-                    self._tell(progress, state)
+                    if progress is not None:
+                        failed = sum(result.error is not None for result in done.values())
+                        finished = len(done) - failed
+                        state = Progress(finished, len(entries), num_tokens, failed)
+                        self._tell(progress, state)
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -312,6 +323,51 @@ class LLM:
             for request_id in mine:
                 loop.cancel(request_id)
             loop.take_chunks(mine)
+
+    def chat(
+        self,
+        messages: Sequence[MessageLike] | Sequence[Sequence[MessageLike]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Tool | Mapping[str, object]] = (),
+        tool_choice: str = "auto",
+        thinking: bool = True,
+        effort: str | int | None = None,
+        response_format: ResponseFormat | None = None,
+        structured: Structured | Mapping[str, object] | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> list[ChatCompletion]:
+        """Answer a conversation, or several (a list of lists); one ChatCompletion each, in order.
+
+        messages         Message objects or their protocol form, {"role": "user", "content": "Hi"}
+        sampling_params  as in `generate`; None leaves the answer as much room as its mode needs
+        The other options are those of ChatOptions. A conversation that cannot be used has a result
+        with `error` set. Raises RequestError when options or arguments do not fit together.
+        """
+        options = ChatOptions(
+            thinking=thinking,
+            effort=effort,
+            tools=tools,
+            tool_choice=tool_choice,
+            response_format=response_format,
+            structured=structured,
+        )
+        turns = make_turns(messages, sampling_params, options, self.tokenizer, self.max_model_len)
+        return answer(turns, lambda ids, params: self.generate(ids, params, progress=progress))
+
+    def stream_chat(
+        self,
+        messages: Sequence[MessageLike] | Sequence[Sequence[MessageLike]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: ChatOptions | None = None,
+    ) -> Iterator[ChatDelta]:
+        """Answer as `chat` does, yielding what each step adds; the last delta carries the result.
+
+        Leaving the iterator early cancels what is unfinished.
+        """
+        options = options or ChatOptions()
+        turns = make_turns(messages, sampling_params, options, self.tokenizer, self.max_model_len)
+        return stream_answers(turns, self.stream)
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt and return its request id.
@@ -446,9 +502,7 @@ class LLM:
             else:
                 self._outbox.append(completion)
 
-    def _tell(self, progress: Callable[[Progress], None] | None, state: Progress) -> None:
-        if progress is None:
-            return
+    def _tell(self, progress: Callable[[Progress], None], state: Progress) -> None:
         try:
             progress(state)
         except Exception:

@@ -179,6 +179,11 @@ class AnswerParser:
         return events
 
     @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._thinks and not self._in_calls
+
+    @property
     def has_called(self) -> bool:
         """Whether a call was complete."""
         return any(isinstance(event, ToolCall) for event in self._events)

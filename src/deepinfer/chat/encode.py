@@ -14,7 +14,13 @@ from deepinfer.chat.render import Prompt
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.errors import RequestError, TokenizerError
 
-__all__ = ["Renderer", "encode_conversation", "encode_prompt", "render_conversation"]
+__all__ = [
+    "Renderer",
+    "encode_conversation",
+    "encode_prompt",
+    "refuse_images",
+    "render_conversation",
+]
 
 Renderer = Literal["auto", "own", "companion"]
 
@@ -45,12 +51,17 @@ def encode_conversation(
     need a checkpoint with an image tower, and TokenizerError when the checkpoint's tokenizer lacks
     a token that the prompt needs.
     """
+    refuse_images(conversation)
+    return encode_prompt(render_conversation(conversation, renderer), tokenizer)
+
+
+def refuse_images(conversation: Conversation) -> None:
+    """Raise RequestError for a conversation with images: no checkpoint here can see them."""
     images = [i for i, message in enumerate(conversation.messages) if message.has_images]
     if images:
         raise RequestError(
             f"message {images[0]} holds an image, and this model takes text only: leave images out"
         )
-    return encode_prompt(render_conversation(conversation, renderer), tokenizer)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
