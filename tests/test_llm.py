@@ -294,6 +294,7 @@ def test_many_more_prompts_than_slots(llm: ToyLLM) -> None:
     assert [list(r.token_ids) for r in results] == [expected(p, PARAMS) for p in prompts]
     assert seen[-1] == Progress(50, 50, sum(len(r.token_ids) for r in results))
     assert all(a.num_finished <= b.num_finished for a, b in pairwise(seen))
+    assert seen[-1].num_failed == 0
 
 
 def test_a_broken_progress_callback_does_not_stop_the_run(llm: ToyLLM) -> None:

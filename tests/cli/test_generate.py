@@ -361,9 +361,13 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     meter(Progress(2, 4, 51))
     told = stream.getvalue()
     assert told.count("finished") == 1 and "1/4 finished, 50 tokens, 20.0 tokens/s" in told
+    now = 105.0
+    meter(Progress(1, 4, 50, 2))
+    told = stream.getvalue()
+    assert "1/4 finished, 2 failed, 50 tokens" in told
     meter.close()
     if is_terminal:
-        assert told.startswith("\r[#######...") and "\n" not in stream.getvalue()
+        assert told.startswith("\r[#######...") and "\r[" + "#" * 22 + "." in told and "\n" not in stream.getvalue()
         assert stream.getvalue().endswith(" \r")
     else:
         assert stream.getvalue() == told and told.endswith("\n")

@@ -117,11 +117,12 @@ class Meter:
         self._last = now
         done, total = state.num_finished, state.num_requests
         speed = state.num_tokens / (now - self._start)
-        told = f"{done}/{total} finished, {state.num_tokens} tokens, {speed:.1f} tokens/s"
+        failed = f", {state.num_failed} failed" if state.num_failed else ""
+        told = f"{done}/{total} finished{failed}, {state.num_tokens} tokens, {speed:.1f} tokens/s"
         if not self._is_bar:
             note(told)
             return
-        filled = _BAR_WIDTH * done // max(total, 1)
+        filled = _BAR_WIDTH * (done + state.num_failed) // max(total, 1)
         line = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {told}"
         tell("\r" + line.ljust(self._width))
         self._width = len(line)
