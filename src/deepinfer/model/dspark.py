@@ -6,7 +6,7 @@ during the backbone's step) and to every row of their block, in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,10 @@ from deepinfer.model.fast.block import run_block, start_streams
 from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights, Loader
 
-__all__ = ["DraftModel"]
+__all__ = ["Choose", "DraftModel"]
+
+Choose = Callable[[int, Tensor], Tensor]
+"""Picks a draft of every sequence: its index, logits [S, V] fp32 -> tokens [S] int64."""
 
 
 class DraftModel:
@@ -72,30 +75,40 @@ class DraftModel:
     def propose(
         self,
         caches: Caches,
-        slots: Sequence[int],
-        positions: Sequence[int],
-        first_tokens: Sequence[int],
+        slots: Tensor | Sequence[int],
+        positions: Tensor | Sequence[int],
+        first_tokens: Tensor | Sequence[int],
+        choose: Choose | None = None,
+        num_drafts: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draft greedily for S sequences, each behind the token chosen for its position + 1.
+        """Draft for S sequences, each behind the token chosen for its position + 1.
 
-        slots         state slots; their rings hold the keys of positions up to `positions`
-        positions     last position whose features are stored
-        first_tokens  the token at position + 1
-        returns       tokens [S, B+1] int64, column 0 = first_tokens; confidences [S, B] fp32, raw;
-                      logits [S, B, V] fp32 with the Markov bias
+        slots         [S] state slots; their rings hold the keys of positions up to `positions`
+        positions     [S] last position whose features are stored
+        first_tokens  [S] the token at position + 1
+        choose        takes the index of a draft and its logits [S, V] fp32 and returns [S] int64
+                      tokens; None takes the largest
+        num_drafts    K, drafts to choose, at most the block's size B; None = B. The block has B
+                      rows whatever K is, so that fewer drafts are the first of more
+        returns       tokens [S, K+1] int64, column 0 = first_tokens; confidences [S, K] fp32, raw;
+                      logits [S, K, V] fp32 with the Markov bias
+        A sequence's values do not depend on the others, and shapes do not depend on values.
         Source: weights specification, 6.3 and 6.4.
         """
         ops, config = self.ops, self.config
         device, size = self.embed.device, config.dspark_block_size
-        num = len(slots)
-        last = torch.tensor(positions, device=device)
+        slots, last, first = (
+            torch.as_tensor(value, dtype=torch.int64, device=device)
+            for value in (slots, positions, first_tokens)
+        )
+        num = slots.shape[0]
         rows = (last[:, None] + 1 + torch.arange(size, device=device)).flatten()
         ids = torch.full((num, size), config.dspark_noise_token_id, device=device)
-        ids[:, 0] = torch.tensor(first_tokens, device=device)
+        ids[:, 0] = first
         stream, pre = start_streams(self.embed, ids.flatten(), config.hc_mult, self.numerics.dtype)
         rotation = ops.cos_sin(rows, self._inv_freq)
         step = Pass(config, ops, self.numerics, {False: rotation}, None)
-        load, index = self._slots(caches, slots, positions)
+        load, index = self._slots(caches, slots, last)
         for i, block in enumerate(self.blocks):
             cache = caches.windows[config.num_hidden_layers + i]
             context = ops.cache_load(cache, load)
@@ -106,46 +119,46 @@ class DraftModel:
         hidden = ops.hyper_collapse(stream, pre)
         normed = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
         base = ops.dense_linear(normed, self.head, torch.float32).view(num, size, -1)
-        return self._choose(ids[:, 0], hidden.view(num, size, -1), base)
+        count = size if num_drafts is None else num_drafts
+        assert 0 <= count <= size, f"{count} drafts from a block of {size}"
+        return self._choose(first, hidden.view(num, size, -1), base, count, choose)
 
-    def _slots(
-        self, caches: Caches, slots: Sequence[int], positions: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the ring entries to load [n] and every row's indices [S*B, W+B].
+    def _slots(self, caches: Caches, slots: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ring entries to load [S*W] and every row's indices [S*B, W+B].
 
         Indices point into [loaded | block rows]; each row sees its sequence's held entries in the
-        order of a ring of W, then its block.
+        order of a ring of W, then its block. Before W tokens there are fewer, and -1 at the end.
         """
         window, size = self.config.sliding_window, self.config.dspark_block_size
-        length = caches.layout.ring_length
-        device = self.embed.device
-        loads: list[Tensor] = []
-        held: list[Tensor] = []
-        base = 0
-        for slot, position in zip(slots, positions, strict=True):
-            found = torch.arange(max(0, position - window + 1), position + 1)
-            found = found[(found % window).argsort()]
-            loads.append(slot * length + found % length)
-            held.append(base + torch.arange(found.shape[0]))
-            base += found.shape[0]
-        index = torch.full((len(slots), window + size), -1)
-        for row, entries in enumerate(held):
-            count = entries.shape[0]
-            index[row, :count] = entries
-            index[row, count : count + size] = base + row * size + torch.arange(size)
-        return torch.cat(loads).to(device), index.repeat_interleave(size, dim=0).to(device)
+        length, device, num = caches.layout.ring_length, slots.device, slots.shape[0]
+        places = torch.arange(window, device=device)
+        # The youngest position that has this place in a ring of W.
+        found = last[:, None] - (last[:, None] - places) % window
+        load = torch.where(found >= 0, slots[:, None] * length + found % length, -1)
+        columns = torch.arange(window + size, device=device)
+        held = (last + 1).clamp(max=window)[:, None]
+        sequence = torch.arange(num, device=device)[:, None]
+        own = num * window + sequence * size + columns - held
+        index = torch.where(columns < held, sequence * window + columns, own)
+        index = torch.where(columns < held + size, index, -1)
+        return load.flatten(), index.repeat_interleave(size, dim=0)
 
-    def _choose(self, first: Tensor, hidden: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _choose(
+        self, first: Tensor, hidden: Tensor, base: Tensor, count: int, choose: Choose | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Add each chosen token's bias to the next row's logits and choose again."""
-        ops = self.ops
+        ops, num = self.ops, first.shape[0]
         tokens, confidences, logits = [first], [], []
-        for row in range(base.shape[1]):
+        for row in range(count):
             markov = self.markov_embed[tokens[-1]].float()
             biased = base[:, row] + ops.dense_linear(markov, self.markov_head, torch.float32)
             joint = torch.cat([hidden[:, row].float(), markov], dim=1)
             confidences.append(ops.dense_linear(joint, self.confidence, torch.float32)[:, 0])
             logits.append(biased)
-            tokens.append(biased.argmax(-1))
+            tokens.append(biased.argmax(-1) if choose is None else choose(row, biased))
+        if not count:
+            none = base.new_empty(num, 0)
+            return first.unsqueeze(1), none, base.new_empty(num, 0, base.shape[2])
         return torch.stack(tokens, 1), torch.stack(confidences, 1), torch.stack(logits, 1)
 
 
