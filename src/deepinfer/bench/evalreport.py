@@ -188,6 +188,21 @@ def _json(figures: Sequence[Figure]) -> list[str]:
     return _table(["JSON without a grammar", "answers", "share"], rows)
 
 
+def _replay(figures: Sequence[Figure]) -> list[str]:
+    names = list(dict.fromkeys(figure.name for figure in figures))
+    keeps = sorted({int(figure.labels["keep"]) for figure in figures})
+    spec = {"decoder rows": ".0f", "model": ".4f"}
+    rows = [
+        [
+            str(keep) if keep else "off",
+            *(_cell(find(figures, "replay", n, keep=keep), spec.get(n, ".3f")) for n in names),
+        ]
+        for keep in keeps
+    ]
+    units = {figure.name: figure.unit for figure in figures}
+    return _table(["kept tokens", *(f"{name}, {units[name]}" for name in names)], rows)
+
+
 _TABLES: Final[Mapping[str, Callable[[Sequence[Figure]], list[str]]]] = {
     "bpb": _bpb,
     "experts": _experts,
@@ -195,6 +210,7 @@ _TABLES: Final[Mapping[str, Callable[[Sequence[Figure]], list[str]]]] = {
     "drafts": _drafts,
     "calibration": _calibration,
     "json": _json,
+    "replay": _replay,
 }
 
 

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from deepinfer.bench.eval_replay import replay
 from deepinfer.bench.evaldata import (
     Document,
     generated_documents,
@@ -510,6 +511,7 @@ TASKS: Final[Mapping[str, Task]] = {
     "drafts": Task("drafts accepted by greedy continuations", drafts),
     "calibration": Task("whether the drafts' confidences come true", calibration),
     "json": Task("answers that are JSON, without a grammar", json_validity),
+    "replay": Task("quality and time of bounded replay against the exact prefill", replay),
 }
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-TASK_NAMES: Final = ("bpb", "experts", "retrieval", "drafts", "calibration", "json")
+TASK_NAMES: Final = ("bpb", "experts", "retrieval", "drafts", "calibration", "json", "replay")
 _DIGESTED_BYTES: Final = 1 << 28
 
 
