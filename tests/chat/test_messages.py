@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from tests.chat.conversations import corpus
 
 from deepinfer.chat.messages import (
     Conversation,
@@ -15,6 +17,7 @@ from deepinfer.chat.messages import (
     TextPart,
     Tool,
     ToolCall,
+    to_mapping,
     to_message,
     to_tool,
 )
@@ -49,6 +52,16 @@ def test_protocol_forms() -> None:
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
     tool = Tool("f", "d", {"type": "object"}, True)
     assert to_tool({"type": "function", "function": function}) == to_tool(function) == tool
+
+
+def test_protocol_form_and_back() -> None:
+    for conversation in corpus():
+        for message in conversation.messages:
+            assert to_message(json.loads(json.dumps(to_mapping(message)))) == message
+    image = Message.user((TextPart("a"), ImagePart("http://x", "low")))
+    assert to_message(to_mapping(image)) == image
+    with pytest.raises(RequestError, match="data URL"):
+        to_mapping(Message.user((ImagePart(b"x"),)))
 
 
 @pytest.mark.parametrize(

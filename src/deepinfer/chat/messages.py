@@ -28,6 +28,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolChoice",
+    "to_mapping",
     "to_message",
     "to_tool",
 ]
@@ -449,6 +450,54 @@ def to_message(entry: MessageLike) -> Message:
     )
 
 
+def to_mapping(message: Message) -> dict[str, object]:
+    """Return a message in its protocol form; `to_message` reads it back.
+
+    Raises RequestError for images given as bytes, which that form cannot hold.
+    """
+    content: object = message.content
+    if not isinstance(content, str):
+        content = [_part_mapping(part) for part in message.parts]
+    found: dict[str, object] = {"role": str(message.role), "content": content}
+    if message.reasoning is not None:
+        found["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.prefix:
+        found["prefix"] = True
+    if message.tools:
+        found["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in message.tools
+        ]
+    return found
+
+
+def _part_mapping(part: TextPart | ImagePart) -> dict[str, object]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    if isinstance(part.source, bytes):
+        raise RequestError("an image given as bytes has no protocol form: give a data URL")
+    return {"type": "image_url", "image_url": {"url": part.source, "detail": part.detail}}
+
+
 def to_tool(entry: object) -> Tool:
     """Return a tool from its protocol form, flat or inside `function`; raises RequestError."""
     if isinstance(entry, Tool):
@@ -484,12 +533,14 @@ def _content(given: object, problems: list[str]) -> Content:
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         value = part.get(kind) if isinstance(part, Mapping) and isinstance(kind, str) else None
+        detail = "high"
         if isinstance(value, Mapping):
+            detail = str(value.get("detail", detail))
             value = value.get("url")
         if kind == "text" and isinstance(value, str):
             parts.append(TextPart(value))
         elif kind in ("image_url", "image") and isinstance(value, str | bytes):
-            parts.append(ImagePart(value))
+            parts.append(ImagePart(value, detail))
         else:
             problems.append(
                 f"content part {place} must be of type text or image_url with that content, "

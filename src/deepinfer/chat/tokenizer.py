@@ -60,10 +60,12 @@ class Tokenizer:
         self._post_process = adds_bos is None
         self._byte_level = raw.decoder is not None
         added = raw.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._pieces: dict[int, bytes] = {}
+        self._placeholders = range(config.vocab_size, config.vocab_size + len(_PLACEHOLDERS))
         if config.tokenizer_compatibility == "release":
-            ids = range(config.vocab_size, config.vocab_size + len(_PLACEHOLDERS))
+            ids = self._placeholders
             spelled = (text.encode() for text in _PLACEHOLDERS)
             self._pieces.update(zip(ids, spelled, strict=True))
 
@@ -136,6 +138,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Tell whether the file marks an id as special."""
         return token_id in self._special
+
+    def is_added(self, token_id: int) -> bool:
+        """Tell whether an id is a token of its own that no text is merged into, special or not."""
+        return token_id in self._added or token_id in self._placeholders
 
     def piece(self, token_id: int) -> bytes:
         """Return the bytes that an id decodes to, b'' outside the vocabulary."""
