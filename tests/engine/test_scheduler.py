@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import BLOCK, EOS, Toy, expected_tokens, toy_limits, toy_request
+from toy import BLOCK, EOS, EvenOdd, Toy, expected_tokens, toy_limits, toy_request
 
 from deepinfer.engine.plan import StepKind, StepPlan, StepResult
 from deepinfer.engine.request import Completion, FinishReason, Request
@@ -254,84 +256,178 @@ ARRIVALS = st.lists(
         st.integers(0, 12),  # step of arrival
         st.integers(1, 44),  # prompt length, some beyond the limit
         st.integers(1, 12),  # max_tokens
-        st.one_of(st.none(), st.integers(0, 30)),  # step of cancellation
-        st.booleans(),  # cancel between launch and apply
+        st.one_of(st.none(), st.integers(0, 40)),  # step of an event
+        st.sampled_from(["cancel", "preempt", "timeout", "fail"]),
+        st.one_of(st.none(), st.none(), st.integers(1, 14)),  # length of its grammar
     ),
     min_size=1,
     max_size=14,
 )
+Arrival = tuple[int, int, int, int | None, str, int | None]
+TRAFFIC = {
+    "arrivals": ARRIVALS,
+    "num_blocks": st.integers(2, 24),
+    "max_num_seqs": st.integers(1, 4),
+    "budget": st.integers(1, 20),
+    "chunk": st.integers(1, 20),
+    "fixed": st.booleans(),
+    "reserve": st.booleans(),
+    "overlap": st.booleans(),
+    "drafts": st.integers(0, 3),
+}
 
 
-@settings(max_examples=120, deadline=None)
-@given(
-    arrivals=ARRIVALS,
-    num_blocks=st.integers(2, 24),
-    max_num_seqs=st.integers(1, 4),
-    budget=st.integers(1, 20),
-    chunk=st.integers(1, 20),
-    fixed=st.booleans(),
-)
-def test_any_traffic(
-    arrivals: list[tuple[int, int, int, int | None, bool]],
+class Ready:
+    """An open gate."""
+
+    def __init__(self, matcher: EvenOdd) -> None:
+        self.matcher = matcher
+
+    def poll(self) -> EvenOdd:
+        return self.matcher
+
+
+def check_traffic(
+    arrivals: list[Arrival],
     num_blocks: int,
     max_num_seqs: int,
     budget: int,
     chunk: int,
     fixed: bool,
+    reserve: bool,
+    overlap: bool,
+    drafts: int,
 ) -> None:
+    """Run some traffic and check everything that must hold."""
     limits = toy_limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         chunk_tokens=min(chunk, budget),
         fixed_chunks=fixed,
+        reserve=reserve,
         max_prefill_wait_steps=3,
     )
-    toy = Toy(limits, num_blocks)
-    requests = {i: toy_request(i, a[1], max_tokens=a[2]) for i, a in enumerate(arrivals)}
+    toy = Toy(limits, num_blocks, overlap=overlap, num_drafts=drafts, varied=True)
+    requests = {
+        i: toy_request(
+            i,
+            a[1],
+            max_tokens=a[2],
+            timeout_s=a[3] + 0.5 if a[3] is not None and a[4] == "timeout" else None,
+        )
+        for i, a in enumerate(arrivals)
+    }
     done: dict[int, Completion] = {}
+    last_arrival = max(a[0] for a in arrivals)
+    preempted: set[int] = set()
 
-    def take(completions: list[Completion | None]) -> None:
+    def take(completions: list[Completion]) -> None:
         for completion in completions:
-            if completion is not None:
-                assert completion.request_id not in done, "a request ended twice"
-                done[completion.request_id] = completion
+            assert completion.request_id not in done, "a request ended twice"
+            done[completion.request_id] = completion
 
-    for step in range(1500):
-        for i, (arrival, _, _, cancel, late) in enumerate(arrivals):
+    step = 0
+    while step <= last_arrival or toy.loop.has_work:
+        toy.clock = float(step)
+        for i, (arrival, _, _, when, event, length) in enumerate(arrivals):
             if arrival == step:
-                take([toy.scheduler.add(requests[i])])
-            if cancel is not None and cancel == step and not late:
-                take([toy.scheduler.cancel(i)])
-        plan = toy.scheduler.schedule()
-        if plan is not None:
-            result = outcome_of(toy, plan)
-            for i, (_, _, _, cancel, late) in enumerate(arrivals):
-                if cancel is not None and cancel == step and late:
-                    take([toy.scheduler.cancel(i)])
-            take([*toy.scheduler.apply(result)])
+                gate = Ready(EvenOdd(length)) if length is not None else None
+                toy.loop.submit(requests[i], gate=gate)
+            if when == step and event == "cancel":
+                toy.loop.cancel(i)
+            elif when == step and event == "preempt" and toy.scheduler.preempt(i):
+                preempted.add(i)
+            elif when == step and event == "fail":
+                toy.runner.fail_requests.add(i)
+        take(toy.loop.step())
         toy.check()
-        if step > 30 and not toy.scheduler.has_work:
-            break
+        step += 1
+        assert step < 3000, "the traffic never ends"
+    toy.loop.flush()
     assert set(done) == set(requests), "a request never ended"
     toy.assert_idle()
-    admitted = [
-        r
-        for plan in toy.runner.plans
-        for a in plan.admissions
-        for r in plan.rows
-        if r.slot == a.slot
-    ]
-    order = [row.request_id for row in admitted]
-    first_come = sorted(order, key=lambda i: (arrivals[i][0], i))
-    assert order == first_come, "admission out of order"
+
+    if not toy.scheduler.num_preemptions:
+        order = [
+            next(row.request_id for row in plan.rows if row.slot == admission.slot)
+            for plan in toy.runner.plans
+            for admission in plan.admissions
+        ]
+        first_come = sorted(order, key=lambda i: (arrivals[i][0], i))
+        assert order == first_come, "admission out of order"
+    assert reserve is False or toy.scheduler.num_preemptions == len(preempted)
     for i, completion in done.items():
-        expected = expected_tokens(requests[i], limits.max_model_len)
+        if completion.finish_reason is FinishReason.PROMPT_LENGTH_EXCEEDED:
+            most = -(-min(arrivals[i][1] + arrivals[i][2], 40) // BLOCK)
+            assert arrivals[i][1] > 40 or most >= num_blocks
+            continue
+        length = arrivals[i][5]
+        matcher = EvenOdd(length) if length is not None else None
+        expected = expected_tokens(requests[i], limits.max_model_len, matcher=matcher)
+        tokens = list(completion.token_ids)
         if completion.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
-            assert list(completion.token_ids) == expected
-        elif completion.finish_reason == FinishReason.ABORT:
-            assert list(completion.token_ids) == expected[: len(completion.token_ids)]
+            assert tokens == expected
         else:
-            assert (
-                arrivals[i][1] > 40
-                or -(-min(arrivals[i][1] + arrivals[i][2], 40) // BLOCK) >= num_blocks
+            assert completion.finish_reason in {
+                FinishReason.ABORT,
+                FinishReason.TIMEOUT,
+                FinishReason.NUMERICAL,
+                FinishReason.INSUFFICIENT_SYSTEM_RESOURCE,
+            }
+            assert tokens == expected[: len(tokens)]
+            assert completion.finish_reason is not FinishReason.INSUFFICIENT_SYSTEM_RESOURCE or (
+                not reserve and completion.num_preemptions >= 3
             )
+
+
+@settings(max_examples=150, deadline=None)
+@given(**TRAFFIC)
+def test_any_traffic(**traffic: Any) -> None:
+    check_traffic(**traffic)
+
+
+@pytest.mark.slow
+@settings(max_examples=4000, deadline=None)
+@given(**TRAFFIC)
+def test_a_lot_of_traffic(**traffic: Any) -> None:
+    check_traffic(**traffic)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_growing_sequences_put_back_the_latest(overlap: bool, drafts: int) -> None:
+    limits = toy_limits(max_num_seqs=6, reserve=False, eos_token_id=-1)
+    toy = Toy(limits, num_blocks=17, overlap=overlap, num_drafts=drafts)
+    requests = [toy_request(i, 8, max_tokens=20) for i in range(8)]
+    done = drive(toy, requests)
+    toy.loop.flush()
+    for request in requests:
+        result = done[request.request_id]
+        expected = expected_tokens(request, 40, eos=-1)
+        assert list(result.token_ids) == expected[: len(result.token_ids)]
+        assert result.finish_reason == "length" or result.num_preemptions == 3
+    assert toy.scheduler.num_preemptions > 0
+    assert done[0].num_preemptions == 0, "the first come was put back"
+    toy.assert_idle()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_waiting_is_bounded(overlap: bool) -> None:
+    """Whoever is admissible waits at most max_prefill_wait_steps decode steps for its prefill."""
+    limits = toy_limits(
+        max_num_seqs=40, max_prefill_wait_steps=4, prefill_gain=0.9, eos_token_id=-1
+    )
+    toy = Toy(limits, num_blocks=600, overlap=overlap)
+    for i in range(10):
+        toy.loop.submit(toy_request(i, 1, max_tokens=30))
+    submitted: dict[int, int] = {}
+    for step in range(60):
+        if step % 3 == 0 and step < 30:
+            submitted[100 + step] = step
+            toy.loop.submit(toy_request(100 + step, 1, max_tokens=2))
+        toy.loop.step()
+    toy.loop.flush()
+    for number, plan in enumerate(toy.runner.plans):
+        for row in plan.rows:
+            if row.request_id in submitted and not row.from_slot:
+                assert number - submitted[row.request_id] <= 5

@@ -50,10 +50,11 @@ def next_token(tokens: Sequence[int], seed: int, vocab: int = VOCAB) -> int:
 class EvenOdd:
     """A grammar: even and odd ids take turns, beginning with even ones; over after `length` ids."""
 
-    def __init__(self, length: int, odd_first: bool = False) -> None:
+    problem: str | None = None
+
+    def __init__(self, length: int) -> None:
         self.length = length
-        self.taken = int(odd_first)
-        self.length += self.taken
+        self.taken = 0
 
     def accept(self, token_id: int) -> bool:
         if token_id % 2 != self.taken % 2:
@@ -81,6 +82,12 @@ class EvenOdd:
 
     def rollback(self, count: int) -> None:
         self.taken -= count
+
+    def check(self) -> str | None:
+        return None
+
+    def check(self) -> str | None:
+        return None
 
 
 def allowed_token(token: int, bits: NDArray[np.uint32] | None) -> int:
@@ -138,6 +145,7 @@ class ToyRunner:
         self.kinds: list[StepKind] = []
         self.plans: list[StepPlan] = []
         self.num_rows_run = 0
+        self.always_right = False
         self.fail_requests: set[int] = set()
         self.hook: Callable[[StepPlan], None] = lambda plan: None
 
@@ -232,6 +240,8 @@ class ToyRunner:
     def _propose(self, tokens: list[int], seed: int) -> list[int]:
         """Right drafts, up to a place that a hash chooses."""
         right = hashed("drafts", tokens, seed) % (self.num_drafts + 1)
+        if self.always_right:
+            right = self.num_drafts
         ahead = list(tokens)
         for place in range(self.num_drafts):
             ahead.append(next_token(ahead, seed) if place < right else EOS)

@@ -38,6 +38,7 @@ __all__ = ["Limits", "Planner", "PrefixCache", "PrefixHit", "Scheduler"]
 
 _MAX_PREEMPTIONS = 3
 _MAX_FAILURES = 2
+_SMALL_STEPS = 50  # prefill steps that must go well before they may grow again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,7 @@ class Scheduler:
         self._step_id = 0
         self._num_added = 0
         self._budget = limits.max_num_batched_tokens
+        self._small_steps = 0
         self._prefill_wait_steps = 0
         self._decode_wait_steps = 0
         self._num_constrained = 0
@@ -351,7 +353,10 @@ class Scheduler:
         assert next(outcomes, None) is None, "more outcomes than reporting rows"
         self.num_generated += generated
         if self._budget < self.limits.max_num_batched_tokens and plan.kind is StepKind.PREFILL:
-            self._budget = min(self._budget * 2, self.limits.max_num_batched_tokens)
+            self._small_steps += 1
+            if self._small_steps >= _SMALL_STEPS:
+                self._small_steps = 0
+                self._budget = min(self._budget * 2, self.limits.max_num_batched_tokens)
         return completions
 
     def abandon(
@@ -363,20 +368,26 @@ class Scheduler:
 
         retry    requests that failed in company are put back and tried again alone, each once;
                  otherwise all that the steps name end
-        smaller  prefill steps take half as much until one succeeds
+        smaller  prefill steps take half as much for a while; what failed in one may try again
+                 until they cannot shrink
         """
-        failed = self._in_flight[0].sequences if self._in_flight else []
+        failed: list[Sequence] = []
+        if self._in_flight:
+            failed = self._in_flight[0].sequences
+            smaller = smaller and self._budget > 1
+            smaller = smaller and self._in_flight[0].plan.kind is StepKind.PREFILL
         named = {s.order: s for launched in self._in_flight for s in launched.sequences}
         self._in_flight.clear()
-        if smaller and self._budget > 1:
-            self._budget = max(1, self._budget // 2)
+        if smaller:
+            self._budget = max(1, min(self._budget, self.limits.chunk_tokens) // 2)
+            self._small_steps = 0
         completions = []
         for _, sequence in sorted(named.items(), reverse=True):
             sequence.in_flight = sequence.stale = 0
             if sequence.is_finished():
                 continue
-            if sequence in failed:
-                sequence.num_failures += 1 if len(failed) > 1 or smaller else _MAX_FAILURES
+            if sequence in failed and not smaller:
+                sequence.num_failures += 1 if len(failed) > 1 else _MAX_FAILURES
             if retry and sequence.num_failures < _MAX_FAILURES:
                 if sequence.slot:
                     self._put_back(sequence)
