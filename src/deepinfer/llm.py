@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -50,10 +50,12 @@ from deepinfer.engine.prompts import (
 from deepinfer.engine.request import Chunk, Completion, FinishReason, Request, SamplingParams
 from deepinfer.engine.runner import Runner
 from deepinfer.engine.scheduler import Limits, Scheduler
+from deepinfer.engine.shapes import Shapes
 from deepinfer.engine.sizing import Sizes
 from deepinfer.engine.state import SlotState
 from deepinfer.engine.text import TextStream
-from deepinfer.errors import ConfigError, TokenizerError, UnsupportedError
+from deepinfer.errors import ConfigError, RequestError, TokenizerError, UnsupportedError
+from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
 from deepinfer.model.fast.model import FastModel
 from deepinfer.sampling.sampler import Sampler
@@ -153,6 +155,12 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         if (self.path / "tokenizer.json").is_file():
             self.tokenizer = Tokenizer.load(self.path, self.model_config)
+        self._shapes = Shapes(
+            self.config.grammar,
+            self.tokenizer,
+            self.model_config.vocab_size,
+            self.model_config.eos_token_id,
+        )
         runner, sizes = self._build_runner()
         self.sizes = sizes
         self._start(InProcessExecutor(runner, ThreadQueue() if self.overlaps else InlineQueue()))
@@ -360,7 +368,7 @@ class LLM:
         messages: Sequence[MessageLike] | Sequence[Sequence[MessageLike]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: ChatOptions | None = None,
-    ) -> Iterator[ChatDelta]:
+    ) -> Generator[ChatDelta]:
         """Answer as `chat` does, yielding what each step adds; the last delta carries the result.
 
         Leaving the iterator early cancels what is unfinished.
@@ -368,6 +376,13 @@ class LLM:
         options = options or ChatOptions()
         turns = make_turns(messages, sampling_params, options, self.tokenizer, self.max_model_len)
         return stream_answers(turns, self.stream)
+
+    def structured_report(self, structured: Structured | Mapping[str, object]) -> Report:
+        """Say, keyword by keyword, what will be enforced of a shape before anything is generated.
+
+        Raises RequestError when the shape cannot be used.
+        """
+        return self._shapes.report(Structured.of(structured))
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt and return its request id.
@@ -401,6 +416,7 @@ class LLM:
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.stop()
+            self._shapes.close()
 
     def __enter__(self) -> Self:
         """Return the engine itself."""
@@ -459,17 +475,22 @@ class LLM:
             arrival_s=loop.now_s(),
         )
         text = None
-        if self.tokenizer is not None and (params.stop_strings or streams):
+        shape = self._shapes.resolve(params)
+        if self.tokenizer is not None and (params.stop_strings or streams or shape is not None):
             text = TextStream(self.tokenizer.stream(), params.stop_strings, params.min_tokens)
         if not streams:
             self._live[request_id] = params
-        loop.submit(request, text)
+        loop.submit(request, text, None if shape is None else self._shapes.gate(shape, params))
         return request_id
 
     def _problems(self, params: SamplingParams) -> list[str]:
         """Return what this model cannot do of a request's parameters."""
         vocab_size = self.model_config.vocab_size
         problems = params.ids_out_of(vocab_size)
+        try:
+            self._shapes.resolve(params)
+        except RequestError as error:
+            problems.append(str(error))
         if params.stop_strings and self.tokenizer is None:
             problems.append("stop strings need the checkpoint's tokenizer.json: use stop_token_ids")
         never = set(self.config.sampling.banned_token_ids)

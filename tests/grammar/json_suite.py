@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = GrammarConfig(backend=args.backend)
-    service = GrammarService(config, byte_vocabulary())
+    service = GrammarService(config, byte_vocabulary)
     lines = []
     total = Outcome("(all)")
     for path in sorted((args.folder / DRAFT).rglob(f"{args.file}.json")):

@@ -374,7 +374,10 @@ class GrammarConfig(_Group):
         metadata=_about("most characters of a pattern or grammar, repetitions written out", 1),
     )
     max_whitespace: int = field(
-        default=16, metadata=_about("most white space in one place of JSON output; 0 = none", 0)
+        default=16,
+        metadata=_about(
+            "most white space in one place of JSON: one space, or a line break and indent", 0
+        ),
     )
 
 

@@ -23,7 +23,12 @@ __all__ = ["Gate", "TokenMatcher", "commit"]
 
 
 class TokenMatcher(Protocol):
-    """Where a sequence stands in its grammar."""
+    """Where a sequence stands in its grammar.
+
+    problem  why nothing can follow, when that is so
+    """
+
+    problem: str | None
 
     def accept(self, token_id: int, /) -> bool:
         """Take a generated id; return whether the grammar allows it."""
@@ -43,6 +48,10 @@ class TokenMatcher(Protocol):
 
     def rollback(self, count: int, /) -> None:
         """Step back by `count` taken ids."""
+        ...
+
+    def check(self) -> str | None:
+        """Return what is wrong with an output that ends here, or None."""
         ...
 
 
@@ -68,13 +77,15 @@ def commit(sequence: Sequence, row: RowResult, now_s: float) -> int:
         ends = token_id in sequence.ending_ids
         matcher = sequence.matcher
         if matcher is not None and not ends and not matcher.accept(token_id):
-            told = f"the grammar refuses token {token_id}, which the step drew"
+            told = matcher.problem or f"the grammar refuses token {token_id}, which the step drew"
             sequence.finish(FinishReason.STRUCTURED_OUTPUT_ERROR, now_s, told)
             break
         token_ids.append(token_id)
         ends = ends or (sequence.text is not None and sequence.text.push(token_id))
         if ends or (matcher is not None and matcher.is_finished()):
-            sequence.finish(FinishReason.STOP, now_s)
+            wrong = None if matcher is None else matcher.check()
+            reason = FinishReason.STOP if wrong is None else FinishReason.STRUCTURED_OUTPUT_ERROR
+            sequence.finish(reason, now_s, wrong)
         elif len(token_ids) >= sequence.limit:
             sequence.finish(FinishReason.LENGTH, now_s)
         else:

@@ -63,16 +63,14 @@ class Gate:
 class GrammarService:
     """Turns shapes into matchers.
 
-    vocabulary  the checkpoint's
-    backend     None builds the one that the settings name, on first use
+    make_vocabulary  called once, on first use, in a thread that compiles
     """
 
-    def __init__(
-        self, config: GrammarConfig, vocabulary: Vocabulary, backend: Backend | None = None
-    ) -> None:
+    def __init__(self, config: GrammarConfig, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self.config = config
-        self.vocabulary = vocabulary
-        self._backend = backend
+        self._make_vocabulary = make_vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._backend: Backend | None = None
         self._building = threading.Lock()
         self._lock = threading.Lock()
         self._kept: OrderedDict[Structured, _Ready] = OrderedDict()
@@ -86,11 +84,18 @@ class GrammarService:
         return self._num_bytes
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary, once `backend` has been built."""
+        assert self._vocabulary is not None
+        return self._vocabulary
+
+    @property
     def backend(self) -> Backend:
         """The library's adapter; building it takes as long as reading the vocabulary."""
         with self._building:
             if self._backend is None:
-                self._backend = make_backend(self.config, self.vocabulary)
+                self._vocabulary = self._make_vocabulary()
+                self._backend = make_backend(self.config, self._vocabulary)
             return self._backend
 
     def report(self, shape: Structured) -> Report:

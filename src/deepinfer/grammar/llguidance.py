@@ -25,7 +25,6 @@ __all__ = ["LLGuidance"]
 
 # Without this, text with one continuation is limited to the tokens of one spelling of it.
 _OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
-_WHITESPACE: Final = r"[\x20\x0A\x0D\x09]"
 # Escapes of characters that JSON strings cannot hold as they are; \uXXXX would give every name and
 # value a second spelling that patterns and enumerations do not know.
 _ESCAPES: Final = '"\\bfnrt'
@@ -182,7 +181,7 @@ def _source(program: Program) -> str:
     count = program.max_whitespace
     options = {
         "whitespace_flexible": count > 0,
-        "whitespace_pattern": f"{_WHITESPACE}{{1,{count}}}" if count else None,
+        "whitespace_pattern": rf"\x20|\x0A[\x20\x09]{{0,{count - 1}}}" if count else None,
         "item_separator": ",",
         "key_separator": ":",
         "coerce_one_of": False,
