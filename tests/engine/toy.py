@@ -86,9 +86,6 @@ class EvenOdd:
     def check(self) -> str | None:
         return None
 
-    def check(self) -> str | None:
-        return None
-
 
 def allowed_token(token: int, bits: NDArray[np.uint32] | None) -> int:
     """The token, or the next allowed one."""
