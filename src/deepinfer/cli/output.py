@@ -14,7 +14,7 @@ from deepinfer.engine.request import Completion, FinishReason, SamplingParams
 if TYPE_CHECKING:
     from deepinfer.llm import Progress
 
-__all__ = ["Meter", "print_results", "speed"]
+__all__ = ["Meter", "print_results", "speed", "visible"]
 
 _BAR_WIDTH: Final = 30
 _LINE_EVERY_S: Final = 2.0
@@ -24,6 +24,11 @@ _BAR_EVERY_S: Final = 0.1
 _VISIBLE: Final = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
 }
+
+
+def visible(text: str) -> str:
+    """Return a text as stdout may show it: a terminal gets no control characters."""
+    return text.translate(_VISIBLE) if sys.stdout.isatty() else text
 
 
 def print_results(results: Sequence[Completion], as_json: bool, params: SamplingParams) -> None:

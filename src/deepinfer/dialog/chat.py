@@ -32,6 +32,7 @@ __all__ = [
     "Turn",
     "Turns",
     "answer",
+    "check_options",
     "default_max_tokens",
     "finish_reason",
     "make_turn",
@@ -136,7 +137,7 @@ def answer(
 def stream_answers(
     turns: Turns,
     stream: Callable[[list[list[int]], list[SamplingParams]], Iterator[Chunk]],
-) -> Iterator[ChatDelta]:
+) -> Generator[ChatDelta]:
     """Answer every conversation step by step; the last delta of an answer carries the whole.
 
     stream  prompts as ids and a SamplingParams for each -> their chunks; closed when left early
