@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-PROMPT ?= Once upon a time
+PROMPT ?=
 # Give PYTHON=... to choose the interpreter; otherwise the first of these that really runs.
 PYTHON ?=
 CANDIDATES := python3.11 python3.12 python3
@@ -64,8 +64,8 @@ test-gpu: $(DEV) ## the tests that need one accelerator
 test-multi: $(DEV) ## the tests of several processes or accelerators
 	$(BIN)/python -m pytest -q -m multi
 
-demo: $(CORE) ## generate text with the packaged checkpoint, on the CPU
-	@$(BIN)/deepinfer generate --model demo --prompt "$(PROMPT)" --max-tokens 64
+demo: $(CORE) ## text, a chat turn, speed and accepted drafts of the packaged checkpoint, on the CPU
+	@$(BIN)/python -m deepinfer.bench.demo "$(PROMPT)"
 
 bench: $(DEV) ## CPU speed with the packaged checkpoint
 	$(BIN)/deepinfer bench cpu

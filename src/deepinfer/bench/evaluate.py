@@ -46,7 +46,7 @@ from deepinfer.llm import LLM
 
 __all__ = ["QUICK_LIMIT", "TASKS", "Evaluation", "Row", "Task", "cut", "run_tasks"]
 
-QUICK_LIMIT: Final = 2
+QUICK_LIMIT: Final = 1
 GLOSSES: Final = "wordnet"
 DISTANCES: Final = (0, 128, 256, 512, 1024, 2048)
 

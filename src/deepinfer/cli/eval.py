@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deepinfer.bench.evalreport import EvalRecord, last_run, markdown, verdicts
+from deepinfer.bench.evalreport import EvalRecord, last_run, summary
 from deepinfer.bench.report import append
 from deepinfer.cli.common import SubParsers, UsageError, add_settings, engine_config, note, positive
 from deepinfer.config.load import DEMO_MODEL, PACKAGED_MODELS, resolve_model
@@ -40,7 +40,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         help="what to measure; repeatable (all)",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="a small part of everything: --limit 2")
+    size.add_argument("--quick", action="store_true", help="a small part of everything: --limit 1")
     size.add_argument(
         "--limit", type=positive, metavar="N", help="at most N rows or cases of each kind"
     )
@@ -73,13 +73,7 @@ def run(args: argparse.Namespace) -> int:
         if out is not None:
             append(out, records)
             note(f"{out}: {len(records)} records added")
-    figures = [record.figure for record in records]
-    print(markdown(figures))
-    if records and records[0].model == DEMO_MODEL:
-        print("\n| demonstration model | wanted | found | met |\n| --- | --- | --- | --- |")
-        for verdict in verdicts(figures):
-            met = "yes" if verdict.met else "**no**"
-            print(f"| {verdict.what} | {verdict.wanted} | {verdict.found} | {met} |")
+    print(summary(records))
     if args.plot is not None:
         from deepinfer.bench.plot import draw_evaluation
 

@@ -1,0 +1,67 @@
+"""What `make demo` shows: text, a chat turn, tokens per second, accepted drafts.
+
+`python -m deepinfer.bench.demo [PROMPT]`
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from deepinfer.bench.evaldata import held_out_documents, pick
+from deepinfer.bench.evalmodel import EvalModel
+from deepinfer.bench.evaluate import cut, draft_along
+from deepinfer.config.engine import EngineConfig
+from deepinfer.config.load import DEMO_MODEL, resolve_model
+from deepinfer.engine.request import SamplingParams
+from deepinfer.llm import LLM
+
+__all__ = ["main"]
+
+_PROMPT: Final = "Fellow citizens, "
+_SYSTEM: Final = "You are a helpful assistant."
+_QUESTION: Final = "What does harbor mean?"
+_TEXT: Final = SamplingParams(temperature=0.7, top_p=0.95, seed=0, max_tokens=96)
+_ANSWER: Final = SamplingParams(temperature=0, max_tokens=64)
+_HELD_OUT: Final = 8
+_PROMPT_TOKENS: Final = 128
+_DRAFTED_TOKENS: Final = 32
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demonstration on a CPU and print it."""
+    prompt = argv[0] if argv and argv[0] else _PROMPT
+    start = time.perf_counter()
+    with LLM(DEMO_MODEL, device="cpu") as llm:
+        loaded = time.perf_counter()
+        print(f"Loaded in {loaded - start:.1f} s: 8 million parameters, which know little.")
+        print(f"\nText (temperature 0.7, seed 0):\n\n{prompt}", end="", flush=True)
+        for chunk in llm.stream(prompt, _TEXT):
+            print(chunk.text, end="", flush=True)
+            done = chunk.completion
+        assert done is not None and done.ttft_s is not None, done
+        messages = [
+            {"role": "system", "content": _SYSTEM},
+            {"role": "user", "content": _QUESTION},
+        ]
+        (reply,) = llm.chat(messages, _ANSWER, thinking=False)
+        print(f"\n\nChat (greedy):\n\nUser: {_QUESTION}\nAssistant: {reply.content}")
+    speed = (len(done.token_ids) - 1) / (done.finish_s - done.ttft_s)
+    print(f"\nSpeed of the text above: {speed:.1f} tokens/s, one stream, without drafts.")
+    model = EvalModel(resolve_model(DEMO_MODEL), EngineConfig())
+    documents = pick(held_out_documents(), _HELD_OUT, lambda d: f"{d.source}/{d.name}")
+    rows = [next(cut(document, model.tokenizer, _PROMPT_TOKENS)) for document in documents]
+    found = draft_along(model, [row.token_ids for row in rows], _DRAFTED_TOKENS)
+    lengths = [length for drafting, _ in found for length in drafting.lengths]
+    print(
+        f"Drafts: {sum(lengths) / len(lengths):.2f} tokens accepted a block, bonus included "
+        f"({len(lengths)} blocks behind {len(rows)} held-out texts, greedy)."
+    )
+    print(f"All of it: {time.perf_counter() - start:.1f} s. `deepinfer eval` measures more.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
