@@ -267,14 +267,14 @@ def verdicts(figures: Sequence[Figure]) -> Iterator[Verdict]:
                 f"{own:.3f}, at random {noise:.3f}",
                 own >= 0.9 and noise <= own - 0.2,
             )
-    for source, wanted in (("natural", 2.6), ("json", 3.5)):
+    for source, at_least in (("natural", 2.6), ("json", 3.5)):
         length = find(figures, "drafts", "mean accepted length", source=source)
         if length is not None:
             yield Verdict(
                 f"mean accepted length, {source}",
-                f">= {wanted}",
+                f">= {at_least}",
                 f"{length.value:.2f}",
-                length.value >= wanted,
+                length.value >= at_least,
             )
     error = find(figures, "calibration", "expected calibration error", source="all", place="all")
     if error is not None:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_evaluation", "require_matplotlib"]
 
-_INK: Final = ("#2f5d8a", "#c8743a", "#7a9a4f", "#8a6aa3", "#999999")
+_INK: Final = (
+    "#2f5d8a", "#c8743a", "#7a9a4f", "#8a6aa3", "#999999", "#b0527a", "#4f9a94", "#b39b3c",
+)  # fmt: skip
 
 
 def require_matplotlib() -> None:
@@ -132,7 +134,7 @@ def _experts(panel: Axes, figures: Sequence[Figure]) -> None:
     panel.set_title("least and most loaded expert of each layer", fontsize=9)
     part = [f for f in _of(figures, "experts") if f.labels["layer"] != "all"]
     sources = list(dict.fromkeys(str(f.labels["source"]) for f in part))
-    for i, source in enumerate(sources[: len(_INK)] if len(sources) > len(_INK) else sources):
+    for i, source in enumerate(sources):
         for name in ("least load", "most load"):
             found = {
                 int(f.labels["layer"]): f.value
