@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.engine.plan import RowPlan, StepKind, StepPlan
 from deepinfer.engine.state import SlotState
-from deepinfer.model.fast.inputs import ModelInputs, SequenceRows, build_inputs
+from deepinfer.model.fast.inputs import ModelInputs, ReplayMode, SequenceRows, build_inputs
+from deepinfer.sampling.speculative import Windows, split_budget
 
 __all__ = ["Batch", "build_batch", "sequence_rows"]
 
@@ -24,78 +24,128 @@ class Batch:
     sequences    what of each sequence runs
     inputs       what the model runs on, None when nothing does
     sampling     indices into `rows` of the L rows that draw
+    windows      their last committed tokens and verified drafts, T flat rows in all
+    proposed     drafts that each of the L had
     scoring      indices into `rows` of those whose prompt tokens are scored
-    logits_rows  [L + S]  int64, rows of the step: the last one of each drawing row, then those
-                 whose next token is scored
+    logits_rows  [T + S]  int64, rows of the step: those of the windows, then those whose next
+                 token is scored
     slots        [L]  int64
-    positions    L absolute positions of the tokens to draw
+    first        flat row at which each of the L windows begins
+    row_slots    T slots
+    positions    T absolute positions of the tokens to draw
     """
 
     rows: tuple[RowPlan, ...]
     sequences: tuple[SequenceRows, ...]
     inputs: ModelInputs | None
     sampling: tuple[int, ...]
+    windows: Windows
+    proposed: tuple[int, ...]
     scoring: tuple[int, ...]
     logits_rows: Tensor
     slots: Tensor
+    first: list[int]
+    row_slots: list[int]
     positions: list[int]
 
 
 def sequence_rows(
-    rows: Sequence[RowPlan], state: SlotState, tokens_per_block: int
+    plan: StepPlan, state: SlotState, tokens_per_block: int
 ) -> list[SequenceRows | None]:
-    """Say what each row runs: the tokens it names, or the last one of its slot; None when ended."""
+    """Say what each row runs: the tokens it names, or the last one of its slot and its drafts; None
+    when ended.
+    """
+    rows = plan.rows
     slots = torch.tensor([row.slot for row in rows], dtype=torch.int64)
     alive = state.alive[slots].tolist()
-    starts = (state.length[slots] - 1).tolist()
+    length = state.length[slots]
+    starts = (length - 1).tolist()
     last = state.last_token[slots].tolist()
+    drafts: list[list[int]] = []
+    if state.drafts.shape[1] and plan.kind is StepKind.DECODE:
+        asked = torch.tensor([row.num_drafts for row in rows], dtype=torch.int64)
+        # The last token of the limit is never fed, and the row before it draws it.
+        room = state.limit[slots] - length - 1
+        valid = torch.minimum(torch.minimum(asked, state.num_drafts[slots]), room)
+        valid = torch.where(state.alive[slots], valid, 0).clamp_(min=0)
+        if plan.draft_budget is not None:
+            budget = torch.tensor(plan.draft_budget)
+            valid = split_budget(state.confidences[slots], valid, budget)
+        counts = valid.tolist()
+        drafts = [
+            own[:count] for own, count in zip(state.drafts[slots].tolist(), counts, strict=True)
+        ]
     found: list[SequenceRows | None] = []
     for idx, row in enumerate(rows):
         if not alive[idx]:
             found.append(None)
             continue
-        start = starts[idx] if row.from_slot else row.start
-        token_ids = (last[idx],) if row.from_slot else row.token_ids
+        start, token_ids = row.start, row.token_ids
+        if row.from_slot:
+            start, token_ids = starts[idx], (last[idx], *(drafts[idx] if drafts else ()))
         # The plan's table covers what the sequence may reach, the model wants what it has.
         held = -(-(start + len(token_ids)) // tokens_per_block)
-        found.append(SequenceRows(row.slot, start, token_ids, row.blocks[:held]))
+        blocks = row.blocks[:held]
+        found.append(SequenceRows(row.slot, start, token_ids, blocks, row.floor, row.saves))
     return found
 
 
 def build_batch(
-    plan: StepPlan, state: SlotState, layout: CacheLayout, device: torch.device
+    plan: StepPlan,
+    state: SlotState,
+    layout: CacheLayout,
+    device: torch.device,
+    replay: ReplayMode = "off",
 ) -> Batch:
     """Turn a plan into model inputs, and say which rows to sample at which positions."""
-    ends: list[int] = []
+    drawn: list[int] = []
     rows: list[RowPlan] = []
     sequences: list[SequenceRows] = []
     sampling: list[int] = []
+    first: list[int] = []
+    counts: list[int] = []
     scoring: list[int] = []
     scored: list[int] = []
+    row_slots: list[int] = []
     positions: list[int] = []
     end = 0
-    found = sequence_rows(plan.rows, state, layout.tokens_per_block)
+    found = sequence_rows(plan, state, layout.tokens_per_block)
     for row, sequence in zip(plan.rows, found, strict=True):
         if sequence is None:
             continue
         if row.scored_ids:
             scoring.append(len(rows))
             scored += range(end, end + len(row.scored_ids))
-        end += len(sequence.token_ids)
+        num_tokens = len(sequence.token_ids)
+        end += num_tokens
         if row.samples:
+            width = num_tokens if row.from_slot else 1
             sampling.append(len(rows))
-            ends.append(end - 1)
-            positions.append(sequence.start + len(sequence.token_ids))
+            first.append(len(drawn))
+            counts.append(width - 1)
+            drawn += range(end - width, end)
+            row_slots += [row.slot] * width
+            behind = sequence.start + num_tokens
+            positions += range(behind - width + 1, behind + 1)
         rows.append(row)
         sequences.append(sequence)
     decode = plan.kind is StepKind.DECODE
+
+    def put(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    slots = put([rows[idx].slot for idx in sampling])
     return Batch(
         rows=tuple(rows),
         sequences=tuple(sequences),
-        inputs=build_inputs(sequences, decode, layout, device) if sequences else None,
+        inputs=build_inputs(sequences, decode, layout, device, replay) if sequences else None,
         sampling=tuple(sampling),
+        windows=Windows(put(first), state.drafts[slots], put(counts)),
+        proposed=tuple(state.num_drafts[slots].tolist()) if decode else (0,) * len(sampling),
         scoring=tuple(scoring),
-        logits_rows=torch.tensor(ends + scored, dtype=torch.int64, device=device),
-        slots=torch.tensor([rows[idx].slot for idx in sampling], dtype=torch.int64, device=device),
+        logits_rows=put(drawn + scored),
+        slots=slots,
+        first=first,
+        row_slots=row_slots,
         positions=positions,
     )

@@ -121,6 +121,7 @@ class StepPlan:
     needs_masks   the draw waits for `StepHandle.provide_masks`
     draft_budget  drafts verified over all rows, split on the device by current confidences; None:
                   each row verifies its own `num_drafts`
+    propose       draft for the next step, where the engine drafts at all
     """
 
     step_id: int
@@ -129,6 +130,7 @@ class StepPlan:
     admissions: tuple[Admission, ...] = ()
     needs_masks: bool = False
     draft_budget: int | None = None
+    propose: bool = True
     restores: tuple[SlotCopy, ...] = ()
     saves: tuple[SlotCopy, ...] = ()
 

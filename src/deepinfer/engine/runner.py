@@ -6,20 +6,24 @@ is the only code that looks at values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.cache.layout import CacheLayout
+from deepinfer.cache.live import copy_slot, read_live, write_live
 from deepinfer.cache.tensors import Caches
 from deepinfer.engine.batch import Batch, build_batch
+from deepinfer.engine.drafting import Drafter
 from deepinfer.engine.plan import Admission, Masks, RowResult, StepKind, StepPlan, StepResult
 from deepinfer.engine.state import SlotState
 from deepinfer.errors import RequestError
-from deepinfer.model.fast.inputs import ModelInputs, SequenceRows, build_inputs
+from deepinfer.model.fast.inputs import ModelInputs, ReplayMode, SequenceRows, build_inputs
 from deepinfer.sampling.sampler import LogitsProcessor, Sampled, Sampler, SlotParams, TokenMasks
 
 __all__ = ["Runner", "StepModel", "slot_params", "token_masks"]
@@ -60,8 +64,10 @@ def slot_params(admission: Admission) -> SlotParams:
 class Runner:
     """Runs planned steps on one device.
 
+    drafter          drafts and accepts; None = one token a step
     find_bad_weight  asked once, when logits are not finite: names a weight that is not, or returns
                      None
+    replay           what the decoder half does about the positions below a row's `floor`
     """
 
     def __init__(
@@ -72,44 +78,97 @@ class Runner:
         sampler: Sampler,
         state: SlotState,
         device: torch.device,
+        drafter: Drafter | None = None,
         find_bad_weight: Callable[[], str | None] = lambda: None,
+        replay: ReplayMode = "off",
     ) -> None:
+        self.replay: ReplayMode = replay
         self.model = model
         self.caches = caches
         self.layout = layout
         self.sampler = sampler
         self.state = state
         self.device = device
+        self.drafter = drafter
         self._history: dict[int, list[int]] = {}  # tokens of the slots with logits processors
         self._find_bad_weight = find_bad_weight
         self._bad_weight: tuple[str | None] | None = None
 
     def run(self, plan: StepPlan, masks: Callable[[], Masks | None]) -> StepResult:
-        """Run a step: batch, model, sampler, slot state.
+        """Run a step: batch, model, sampler, acceptance, slot state, drafts.
 
         masks  asked right before the draw when the plan needs masks; waits for them
         """
         for admission in plan.admissions:
             self._admit(admission)
         with torch.inference_mode():
-            batch = build_batch(plan, self.state, self.layout, self.device)
+            self._prepare_caches(plan)
+            batch = build_batch(plan, self.state, self.layout, self.device, self.replay)
             if batch.inputs is None:
                 return StepResult(plan.step_id, _nothing_drawn(plan))
             logits = self.model.forward(batch.inputs, self.caches, batch.logits_rows)
-            num_drawn = len(batch.sampling)
+            num_drawn = len(batch.row_slots)
             scores = self._score(batch, logits[num_drawn:])
-            sampled = None
+            found: dict[int, RowResult] = {}
             if num_drawn:
-                slots = batch.slots.tolist()
-                sampled = self.sampler.sample(
-                    logits[:num_drawn],
-                    slots,
-                    batch.positions,
-                    token_masks(plan, batch, masks()) if plan.needs_masks else None,
-                    lambda row: self._history[slots[row]],
-                )
-                self.state.advance(batch.slots, sampled.token_ids, sampled.bad)
-            return StepResult(plan.step_id, self._results(plan, batch, sampled, scores))
+                allowed = token_masks(plan, batch, masks()) if plan.needs_masks else None
+                found = self._draw(plan, batch, logits[:num_drawn], allowed)
+            return StepResult(plan.step_id, _results(plan, found, scores))
+
+    def _draw(
+        self, plan: StepPlan, batch: Batch, logits: Tensor, allowed: TokenMasks | None
+    ) -> dict[int, RowResult]:
+        """Draw, accept drafts, advance the slots, draft again; return slot -> outcome."""
+        drafter = self.drafter
+        rejects = drafter is not None and drafter.rejects
+        sampled = self.sampler.sample(
+            logits,
+            batch.row_slots,
+            batch.positions,
+            allowed,
+            lambda row: self._tokens_before(batch, row),
+            keep_drawn_from=rejects,
+        )
+        if drafter is None:
+            accepted = torch.zeros_like(batch.slots)
+            emitted = sampled.token_ids.unsqueeze(1)
+        else:
+            accepted, emitted, sampled = drafter.accept(batch, logits, sampled)
+        # A row whose logits are bad is drawn again in the next step, as the first of its own.
+        bad = sampled.bad[batch.windows.rows()]
+        good = (~bad).long().cumprod(dim=1).sum(dim=1)
+        failed = good == 0
+        accepted = torch.minimum(accepted, (good - 1).clamp(min=0))
+        self.state.advance(batch.slots, emitted, accepted, failed)
+        if drafter is not None and plan.propose:
+            drafter.propose(self.caches, batch.slots)
+        return self._drawn(plan, batch, sampled, accepted, emitted, failed)
+
+    def _tokens_before(self, batch: Batch, row: int) -> list[int]:
+        """Return all tokens before the one that a flat row draws."""
+        history = self._history[batch.row_slots[row]]
+        at = bisect.bisect_right(batch.first, row) - 1
+        place = row - batch.first[at]
+        return history + list(batch.sequences[batch.sampling[at]].token_ids[1 : 1 + place])
+
+    def _prepare_caches(self, plan: StepPlan) -> None:
+        """Fill slots and blocks from checkpoints and saved requests; begin new checkpoints."""
+        for load in plan.loads:
+            parts = {name: torch.from_numpy(part.copy()) for name, part in load.parts.items()}
+            write_live(self.caches, load.slot, load.blocks, load.num_tokens, parts)
+        for restore in plan.restores:
+            copy_slot(self.caches, restore.checkpoint, restore.slot)
+        for row in plan.rows:
+            for _, checkpoint in row.saves:
+                copy_slot(self.caches, row.slot, checkpoint)
+
+    def read_caches(
+        self, slot: int, blocks: Sequence[int], num_tokens: int
+    ) -> dict[str, NDArray[np.generic]]:
+        """Return all that later tokens of a sequence may read, by the names of `cache/live.py`."""
+        with torch.inference_mode():
+            parts = read_live(self.caches, slot, blocks, num_tokens)
+            return {name: part.cpu().numpy() for name, part in parts.items()}
 
     def _admit(self, admission: Admission) -> None:
         self.sampler.admit(admission.slot, slot_params(admission))
@@ -141,7 +200,9 @@ class Runner:
         Runs the row again alone, right after its step.
         """
         with torch.inference_mode():
-            inputs = build_inputs([sequence], kind is StepKind.DECODE, self.layout, self.device)
+            decode = kind is StepKind.DECODE
+            mode: ReplayMode = "mask" if self.replay != "off" else "off"
+            inputs = build_inputs([sequence], decode, self.layout, self.device, mode)
             where = self.model.diagnose(inputs, self.caches)
         if self._bad_weight is None:
             self._bad_weight = (self._find_bad_weight(),)
@@ -149,31 +210,30 @@ class Runner:
         cause = f"; the weights are damaged: {weight}" if weight is not None else ""
         return f"the logits are not finite: {where}{cause}"
 
-    def _results(
+    def _drawn(
         self,
         plan: StepPlan,
         batch: Batch,
-        sampled: Sampled | None,
-        scores: dict[int, tuple[float, ...]],
-    ) -> tuple[RowResult, ...]:
-        """Copy the outcome to the host and turn it into one RowResult per reporting row."""
-        found = {} if sampled is None else self._drawn(plan, batch, sampled)
-        results = []
-        for row in plan.rows:
-            if row.reports:
-                result = found.get(row.slot) or RowResult(row.request_id, ())
-                if row.scored_ids:
-                    result = result._replace(prompt_logprobs=scores.get(row.slot))
-                results.append(result)
-        return tuple(results)
-
-    def _drawn(self, plan: StepPlan, batch: Batch, sampled: Sampled) -> dict[int, RowResult]:
-        """Return slot -> outcome of the rows that drew."""
-        token_ids = sampled.token_ids.tolist()
-        bad = sampled.bad.tolist()
+        sampled: Sampled,
+        accepted: Tensor,
+        emitted: Tensor,
+        failed: Tensor,
+    ) -> dict[int, RowResult]:
+        """Copy the outcome to the host; return slot -> outcome of the rows that drew."""
+        counts = accepted.tolist()
+        token_ids = emitted.tolist()
+        bad = failed.tolist()
         logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
         top_ids = None if sampled.top_ids is None else sampled.top_ids.tolist()
         top = None if sampled.top_logprobs is None else sampled.top_logprobs.tolist()
+        verified = batch.windows.counts.tolist()
+        drafts: list[list[int]] = []
+        confidences: list[list[float]] = []
+        valid: list[int] = []
+        if self.drafter is not None:
+            valid = self.state.num_drafts[batch.slots].tolist()
+            drafts = self.state.drafts[batch.slots].tolist()
+            confidences = self.state.confidences[batch.slots].tolist()
         drawn: dict[int, RowResult] = {}
         explained: str | None = None
         for idx, place in enumerate(batch.sampling):
@@ -184,18 +244,53 @@ class Runner:
                     explained = self.explain(batch.sequences[place], plan.kind)
                 drawn[slot] = RowResult(row.request_id, (), error=explained)
                 continue
+            count = counts[idx] + 1
+            own_ids = tuple(token_ids[idx][:count])
             if slot in self._history:
-                self._history[slot].append(token_ids[idx])
+                self._history[slot] += own_ids
             own = None
             pairs = None
             if logprobs is not None:
+                first = batch.first[idx]
                 params = self.sampler.params(slot)
-                own = (logprobs[idx],) if params.logprobs else None
+                own = tuple(logprobs[first : first + count]) if params.logprobs else None
                 if top_ids is not None and top is not None and params.num_top_logprobs:
-                    count = params.num_top_logprobs
-                    pairs = (tuple(zip(top_ids[idx][:count], top[idx][:count], strict=True)),)
-            drawn[slot] = RowResult(row.request_id, (token_ids[idx],), own, pairs)
+                    most = params.num_top_logprobs
+                    pairs = tuple(
+                        tuple(zip(top_ids[at][:most], top[at][:most], strict=True))
+                        for at in range(first, first + count)
+                    )
+            if not drafts:
+                drawn[slot] = RowResult(row.request_id, own_ids, own, pairs)
+                continue
+            num = valid[idx]
+            drawn[slot] = RowResult(
+                row.request_id,
+                own_ids,
+                own,
+                pairs,
+                None,
+                batch.proposed[idx],
+                verified[idx],
+                count - 1,
+                tuple(drafts[idx][:num]),
+                tuple(confidences[idx][:num]),
+            )
         return drawn
+
+
+def _results(
+    plan: StepPlan, found: dict[int, RowResult], scores: dict[int, tuple[float, ...]]
+) -> tuple[RowResult, ...]:
+    """Return one RowResult per reporting row."""
+    results = []
+    for row in plan.rows:
+        if row.reports:
+            result = found.get(row.slot) or RowResult(row.request_id, ())
+            if row.scored_ids:
+                result = result._replace(prompt_logprobs=scores.get(row.slot))
+            results.append(result)
+    return tuple(results)
 
 
 def token_masks(plan: StepPlan, batch: Batch, masks: Masks | None) -> TokenMasks | None:
@@ -203,14 +298,14 @@ def token_masks(plan: StepPlan, batch: Batch, masks: Masks | None) -> TokenMasks
     if masks is None or not masks.rows:
         return None
     places = {batch.rows[idx].slot: at for at, idx in enumerate(batch.sampling)}
+    verified = batch.windows.counts.tolist()
     kept: list[int] = []
     rows: list[int] = []
     for number, (idx, draft) in enumerate(masks.rows):
         at = places.get(plan.rows[idx].slot)
-        if at is not None:
-            assert draft == 0, "a row without drafts has one position"
+        if at is not None and draft <= verified[at]:
             kept.append(number)
-            rows.append(at)
+            rows.append(batch.first[at] + draft)
     if not rows:
         return None
     bits = torch.from_numpy(masks.bits[kept].view(np.int32)).to(batch.slots.device)

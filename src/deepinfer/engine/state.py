@@ -65,16 +65,28 @@ class SlotState:
             return (token_ids.unsqueeze(1) == endings).any(1)
         return (token_ids.unsqueeze(2) == endings.unsqueeze(1)).any(2)
 
-    def advance(self, slots: Tensor, token_ids: Tensor, bad: Tensor) -> None:
-        """Take one new token per slot; forget its drafts.
+    def advance(self, slots: Tensor, token_ids: Tensor, accepted: Tensor, failed: Tensor) -> None:
+        """Take new tokens per slot; forget its drafts.
 
-        slots      [N] int64, each once
-        token_ids  [N] int64
-        bad        [N] bool, the row's logits could not be used: the sequence ends
+        slots      [N]     int64, each once
+        token_ids  [N, J]  int64, of which the first accepted + 1 count
+        accepted   [N]     int64, 0..J-1
+        failed     [N]     bool, the sequence's logits could not be used: it ends
         """
-        length = self.length[slots] + 1
+        length = self.length[slots] + accepted + 1
         self.length[slots] = length
-        self.last_token[slots] = token_ids
+        self.last_token[slots] = token_ids.gather(1, accepted.unsqueeze(1)).squeeze(1)
         self.num_drafts[slots] = 0
-        over = self.ends(slots, token_ids) | (length >= self.limit[slots]) | bad
-        self.alive[slots] = ~over
+        places = torch.arange(token_ids.shape[1], device=token_ids.device)
+        ended = (self.ends(slots, token_ids) & (places <= accepted.unsqueeze(1))).any(1)
+        self.alive[slots] = ~(ended | (length >= self.limit[slots]) | failed)
+
+    def propose(self, slots: Tensor, drafts: Tensor, counts: Tensor, confidences: Tensor) -> None:
+        """Keep drafts for the next step.
+
+        slots [N] int64; drafts [N, K] int64; counts [N] int64, how many of them can be used;
+        confidences [N, K] fp32
+        """
+        self.drafts[slots] = drafts
+        self.num_drafts[slots] = counts
+        self.confidences[slots] = confidences

@@ -256,20 +256,34 @@ class Sampler:
         drawn_from, tokens = self._choose(masked, rows, STREAM_TARGET)
         tokens = self._force(tokens, rows)
         kept = drawn_from if keep_drawn_from else None
+        told = self.logprobs(logits, drawn_from, slots, tokens)
+        return Sampled(tokens, bad, *told, kept)
+
+    def logprobs(
+        self, logits: Tensor, drawn_from: Tensor, slots: Sequence[int], token_ids: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return what the slots asked for: logprobs, ids and logprobs of alternatives, as in
+        `Sampled`.
+
+        logits      [N, V]  the model's own
+        drawn_from  [N, V]  as in `Sampled`
+        token_ids   [N]     int64, the tokens that came out
+        """
         params = [self._params[slot] for slot in slots]
         if not any(p.logprobs for p in params):
-            return Sampled(tokens, bad, drawn_from=kept)
+            return None, None, None
         if any(p.raw_logprobs for p in params):
-            drawn_from = torch.where(self._raw[rows.slots].unsqueeze(1), logits, drawn_from)
+            raw = self._raw[self._put(slots)].unsqueeze(1)
+            drawn_from = torch.where(raw, logits, drawn_from)
         norm = torch.logsumexp(drawn_from, dim=-1, keepdim=True)
-        chosen = drawn_from.gather(1, tokens.unsqueeze(1)) - norm
+        chosen = drawn_from.gather(1, token_ids.unsqueeze(1)) - norm
         logprobs = chosen.clamp_(min=LOGPROB_FLOOR).squeeze(1)
         count = min(max(p.num_top_logprobs for p in params), self._vocab_size)
         if count == 0:
-            return Sampled(tokens, bad, logprobs, drawn_from=kept)
+            return logprobs, None, None
         top_ids = stable_topk(drawn_from, count)
         top = (drawn_from.gather(1, top_ids) - norm).clamp_(min=LOGPROB_FLOOR)
-        return Sampled(tokens, bad, logprobs, top_ids, top, kept)
+        return logprobs, top_ids, top
 
     def sample_drafts(
         self,

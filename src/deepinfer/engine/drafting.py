@@ -1,0 +1,163 @@
+"""Drafter: proposes drafts for slots and decides which of them a step's rows confirm.
+
+The device side of speculation: it reads and writes slot state, and runs on the device's queue.
+How many drafts are worth verifying is `speculation.py`. Source: runtime specification, 5.4; weights
+specification, 6.3 to 6.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deepinfer.cache.tensors import Caches
+from deepinfer.config.engine import SpeculationConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.engine.batch import Batch
+from deepinfer.engine.state import SlotState
+from deepinfer.errors import ConfigError
+from deepinfer.model.dspark import DraftModel
+from deepinfer.sampling.rng import STREAM_DRAFT, STREAM_TARGET
+from deepinfer.sampling.sampler import Sampled, Sampler
+from deepinfer.sampling.speculative import Windows, accept_equal, accept_rejection
+
+__all__ = ["Drafter", "check_speculation", "confidence_temperatures"]
+
+
+def check_speculation(config: SpeculationConfig, model: ModelConfig) -> None:
+    """Raise ConfigError, naming the setting, for what this checkpoint cannot do."""
+    problems = []
+    most = model.dspark_block_size if model.num_nextn_predict_layers else 0
+    if config.num_drafts > 0 and most == 0:
+        problems.append(
+            f"speculation.num_drafts: found {config.num_drafts}, but the checkpoint has no draft "
+            "blocks; only 0 works"
+        )
+    elif config.num_drafts > most:
+        problems.append(
+            f"speculation.num_drafts: found {config.num_drafts}, but the checkpoint's draft block "
+            f"has {most} rows (dspark_block_size): use 0..{most}"
+        )
+    given = len(model.dspark_confidence_temperatures)
+    if given not in (0, 1, model.dspark_block_size):
+        problems.append(
+            f"dspark_confidence_temperatures of the checkpoint: found {given} values, expected "
+            f"none, one or dspark_block_size ({model.dspark_block_size})"
+        )
+    if problems:
+        raise ConfigError("speculation does not fit the checkpoint", problems)
+
+
+def confidence_temperatures(config: SpeculationConfig, model: ModelConfig) -> list[float]:
+    """Return one temperature per draft: the settings', or the checkpoint's, or 1."""
+    given = config.confidence_temperatures or model.dspark_confidence_temperatures or (1.0,)
+    values = given * config.num_drafts if len(given) == 1 else given
+    return [max(value, 1e-5) for value in values[: config.num_drafts]]
+
+
+class Drafter:
+    """Drafts K tokens at a time for many slots.
+
+    temperatures  K numbers that the confidence head's outputs are divided by
+    method        the rule of acceptance
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        sampler: Sampler,
+        state: SlotState,
+        temperatures: Sequence[float],
+        method: Literal["coupled", "rejection"] = "coupled",
+    ) -> None:
+        self.num_drafts = len(temperatures)
+        self.rejects = method == "rejection"
+        self._model = model
+        self._sampler = sampler
+        self._state = state
+        device = state.length.device
+        self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
+        self._logits: Tensor | None = None
+        if self.rejects:
+            shape = (*state.drafts.shape, model.config.vocab_size)
+            self._logits = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    def propose(self, caches: Caches, slots: Tensor) -> None:
+        """Draft behind the last token of each slot that goes on.
+
+        slots  [N] int64; their state is up to date and everything but their last token is cached
+        """
+        state = self._state
+        room = state.limit[slots] - state.length[slots] - 1
+        wanted = state.alive[slots] & (room > 0)
+        if slots.device.type == "cpu":  # elsewhere a look at values would wait for the device
+            slots, room = slots[wanted], room[wanted]
+            wanted = wanted[wanted]
+        if not len(slots):
+            return
+        length, names = state.length[slots], slots.tolist()
+        stream = STREAM_DRAFT if self.rejects else STREAM_TARGET
+
+        def choose(place: int, logits: Tensor) -> Tensor:
+            drawn = self._sampler.sample_drafts(
+                logits, names, length + place, stream, keep_drawn_from=self.rejects
+            )
+            if self._logits is not None and drawn.drawn_from is not None:
+                self._logits[slots, place] = drawn.drawn_from
+            return drawn.token_ids
+
+        tokens, raw, _ = self._model.propose(
+            caches, slots, length - 2, state.last_token[slots], choose, self.num_drafts
+        )
+        confidences = 1.0 / (1.0 + torch.exp(-raw / self._temperatures))
+        counts = torch.where(wanted, room.clamp(0, self.num_drafts), 0)
+        state.propose(slots, tokens[:, 1:], counts, confidences)
+
+    def accept(
+        self, batch: Batch, logits: Tensor, sampled: Sampled
+    ) -> tuple[Tensor, Tensor, Sampled]:
+        """Decide which drafts of a step's windows stand.
+
+        logits   [T, V]  of the windows' rows
+        sampled  of the same rows
+        returns  accepted [L], emitted [L, 1+K]; and `sampled` with the tokens that came out
+        """
+        windows = batch.windows
+        if self._logits is None:
+            accepted, emitted = accept_equal(sampled.token_ids, windows)
+            return accepted, emitted, sampled
+        assert sampled.drawn_from is not None
+        names = batch.slots.tolist()
+        params = [self._sampler.params(slot) for slot in names]
+        # A forced token is compared, not tested: it is not a draw.
+        exact = torch.tensor([p.temperature == 0 or bool(p.forced_ids) for p in params])
+        accepted, emitted = accept_rejection(
+            sampled.token_ids,
+            sampled.drawn_from,
+            self._logits[batch.slots],
+            windows,
+            self._sampler.seeds(batch.slots),
+            torch.tensor(batch.positions, device=logits.device)[windows.first],
+            exact.to(logits.device),
+        )
+        flat = _flatten(sampled.token_ids, emitted, windows)
+        told = self._sampler.logprobs(logits, sampled.drawn_from, batch.row_slots, flat)
+        return (
+            accepted,
+            emitted,
+            replace(
+                sampled, token_ids=flat, logprobs=told[0], top_ids=told[1], top_logprobs=told[2]
+            ),
+        )
+
+
+def _flatten(token_ids: Tensor, emitted: Tensor, windows: Windows) -> Tensor:
+    """Put the emitted tokens at their flat rows."""
+    flat = token_ids.clone()
+    real = torch.nn.functional.pad(windows.real(), (1, 0), value=True)
+    flat[windows.rows()[real]] = emitted[real]
+    return flat
