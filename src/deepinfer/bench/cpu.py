@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -159,9 +158,10 @@ def _figures(llm: LLM, sizes: Sizes) -> list[_Measure]:
         ),
         _Measure(
             name=f"overhead_{num}",
-            how=f"a decode step of {num} rows: time of LLM.step less the time inside "
-            "FastModel.forward and Sampler.sample, mean over the steps of a repeat; so building "
-            "the step's inputs, scheduling, reading the tokens and finishing all count",
+            how=f"a step of {num} rows: time of LLM.step less the time inside FastModel.forward "
+            "and Sampler.sample, mean over the steps of a repeat, prefill included; so building "
+            "the step's inputs, scheduling, reading the tokens and finishing count as far as they "
+            "are not hidden behind the model",
             unit="ms",
             better="lower",
             run=lambda: _overhead(llm, sizes),
@@ -239,9 +239,9 @@ class StepWatch:
             self.rows, self.sampled = inputs.num_rows, rows.shape[0]
             return result
 
-        def timed_sample(sampler: Sampler, *args: Any) -> Any:
+        def timed_sample(sampler: Sampler, *args: Any, **options: Any) -> Any:
             start = time.perf_counter()
-            result = sample(sampler, *args)
+            result = sample(sampler, *args, **options)
             self.inside_s += time.perf_counter() - start
             return result
 
@@ -253,29 +253,28 @@ class StepWatch:
 
 
 def _overhead(llm: LLM, sizes: Sizes) -> float:
-    """Return the milliseconds of a decode step outside model and sampler."""
+    """Return the milliseconds of a step outside model and sampler."""
     watch = StepWatch()
-    outside: list[float] = []
+    steps, whole = 0, False
     output = sizes.overhead_steps + 1
     for stream in range(sizes.streams):
         llm.submit(_prompt(llm, sizes.prompt, stream), _params(output))
     finished = 0
     with watch.installed():
+        start = time.perf_counter()
         while finished < sizes.streams:
-            watch.inside_s = 0.0
-            start = time.perf_counter()
             completions = llm.step()
-            took = time.perf_counter() - start
-            if watch.rows == watch.sampled == sizes.streams:
-                outside.append(took - watch.inside_s)
+            steps += 1
+            whole = whole or watch.rows == watch.sampled == sizes.streams
             for completion in completions:
                 _checked(completion, output)
                 finished += 1
-    if not outside:
+        took = time.perf_counter() - start
+    if not whole:
         raise RequestError(
             f"no step decoded all {sizes.streams} streams: raise scheduling.max_num_seqs"
         )
-    return 1000 * statistics.fmean(outside)
+    return 1000 * (took - watch.inside_s) / steps
 
 
 def _measure_loads(model: str, config: EngineConfig, repeat: int) -> list[dict[str, float]]:
