@@ -32,6 +32,7 @@ from deepinfer.engine.plan import (
 )
 from deepinfer.engine.request import Chunk, Completion, FinishReason, Request
 from deepinfer.engine.sequence import Sequence
+from deepinfer.engine.speculation import Choice
 from deepinfer.engine.text import TextStream
 
 __all__ = ["Limits", "Planner", "PrefixCache", "PrefixHit", "Scheduler"]
@@ -114,10 +115,20 @@ class PrefixCache(Protocol):
 
 
 class Planner(Protocol):
-    """Chooses how many drafts each row of a decode step verifies."""
+    """Chooses how many drafts a decode step verifies; `engine/speculation.py` is it."""
 
-    def choose(self, confidences: list[tuple[float, ...]], /) -> list[int]:
-        """Return a number for each row from the confidences last reported for it."""
+    def choose(self, confidences: list[tuple[float, ...]], /) -> Choice:
+        """Decide from the confidences last reported for each row."""
+        ...
+
+    def count(
+        self, proposed: int, verified: int, accepted: int, kept: int, confidences: tuple[float, ...]
+    ) -> None:
+        """Take one row's outcome: drafts, tokens kept, confidences of the drafts."""
+        ...
+
+    def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
+        """Take the time of a step that ran so many rows, and drafted or not."""
         ...
 
 
@@ -310,7 +321,7 @@ class Scheduler:
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         outcomes = iter(result.rows)
         completions: list[Completion] = []
-        generated = 0
+        generated = ran = 0
         for row, sequence in zip(plan.rows, launched.sequences, strict=True):
             outcome = next(outcomes) if row.samples or row.scored_ids else None
             sequence.in_flight -= 1
@@ -339,12 +350,20 @@ class Scheduler:
                 sequence.finish(FinishReason.NUMERICAL, now_s, outcome.error)
             else:
                 assert outcome.token_ids, (row.request_id, "a live sequence drew nothing")
+                before = sequence.confidences
                 sequence.drafts, sequence.confidences = outcome.drafts, outcome.confidences
+                kept = commit(sequence, outcome, now_s)
+                generated += kept
                 sequence.num_steps += 1
-                sequence.num_proposed += outcome.num_proposed
-                sequence.num_verified += outcome.num_verified
-                sequence.num_accepted += outcome.num_accepted
-                generated += commit(sequence, outcome, now_s)
+                if self._planner is not None and not row.token_ids:
+                    accepted = min(outcome.num_accepted, kept)
+                    sequence.num_proposed += outcome.num_proposed
+                    sequence.num_verified += outcome.num_verified
+                    sequence.num_accepted += accepted
+                    ran += 1 + outcome.num_verified
+                    self._planner.count(
+                        outcome.num_proposed, outcome.num_verified, accepted, kept, before
+                    )
             if sequence.is_finished():
                 self._retire(sequence)
                 completions.append(self._report(sequence))
@@ -352,6 +371,8 @@ class Scheduler:
                 self._report_progress(sequence, None)
         assert next(outcomes, None) is None, "more outcomes than reporting rows"
         self.num_generated += generated
+        if ran and self._planner is not None:
+            self._planner.observe(ran, len(plan.rows), plan.propose, result.device_s)
         if self._budget < self.limits.max_num_batched_tokens and plan.kind is StepKind.PREFILL:
             self._small_steps += 1
             if self._small_steps >= _SMALL_STEPS:
@@ -675,19 +696,20 @@ class Scheduler:
 
     def _plan_decode(self, now_s: float) -> StepPlan | None:
         ready = [s for s in self._running.values() if len(s.token_ids) + s.ahead_draws < s.limit]
-        numbers: list[int] | None = None
+        choice = Choice(0, None, False)
         if self._planner is not None:
-            numbers = self._planner.choose([s.confidences for s in ready])
+            choice = self._planner.choose([s.confidences for s in ready])
+        most = choice.num_drafts
         if not self.limits.reserve:
-            ready, numbers = self._grow(ready, numbers, now_s)
+            ready = self._grow(ready, most, now_s)
         if not ready:
             return None
         rows = []
-        for idx, sequence in enumerate(ready):
+        for sequence in ready:
             num_drafts = 0
-            if numbers is not None:
+            if most:
                 room = sequence.limit - len(sequence.token_ids) - sequence.ahead_draws
-                num_drafts = min(numbers[idx], room - 1)
+                num_drafts = min(most, room - 1)
             row = sequence.decode_row
             if row is None or row.num_drafts != num_drafts or row.blocks is not sequence.blocks:
                 row = RowPlan(
@@ -705,27 +727,31 @@ class Scheduler:
             sequence.ahead_draws += 1
             sequence.in_flight += 1
         masked = self._num_constrained > 0 and any(s.matcher is not None for s in ready)
-        plan = StepPlan(self._step_id, StepKind.DECODE, tuple(rows), (), masked)
+        plan = StepPlan(
+            self._step_id,
+            StepKind.DECODE,
+            tuple(rows),
+            (),
+            masked,
+            choice.budget,
+            choice.propose,
+        )
         self._in_flight.append(_Launched(plan, ready))
         return plan
 
-    def _grow(
-        self, ready: list[Sequence], numbers: list[int] | None, now_s: float
-    ) -> tuple[list[Sequence], list[int] | None]:
+    def _grow(self, ready: list[Sequence], num_drafts: int, now_s: float) -> list[Sequence]:
         """Add the blocks that a step may need, putting back the latest arrivals when short."""
         while True:
             needs = []
-            for idx, sequence in enumerate(ready):
+            for sequence in ready:
                 most = self._most_length(sequence.request)
-                end = sequence.num_scheduled + 1 + (numbers[idx] if numbers is not None else 0)
+                end = sequence.num_scheduled + 1 + num_drafts
                 needs.append(max(0, self._most_blocks(min(end, most)) - len(sequence.blocks)))
             if self._free_blocks(sum(needs)):
                 break
             victim = max(
                 (*self._running.values(), *self._prefilling.values()), key=lambda s: s.order
             )
-            if numbers is not None:
-                numbers = [n for n, s in zip(numbers, ready, strict=True) if s is not victim]
             ready = [s for s in ready if s is not victim]
             if victim.num_preemptions >= _MAX_PREEMPTIONS:
                 told = (
@@ -745,7 +771,7 @@ class Scheduler:
         for sequence, need in zip(ready, needs, strict=True):
             if need:
                 sequence.blocks = (*sequence.blocks, *self._blocks.allocate(need))
-        return ready, numbers
+        return ready
 
     def _put_back(self, sequence: Sequence) -> None:
         """Free what an admitted sequence holds and let it wait in front."""

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +38,8 @@ __all__ = [
 Floats = NDArray[np.float64]
 
 _FORMAT = 1
+_BINS = 10
+_PENDING = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,31 +248,20 @@ class Choice(NamedTuple):
     propose: bool
 
 
-@dataclass(slots=True)
 class SpeculationStats:
     """Counts over the life of an engine, by draft position where a list.
 
     A row is wasted when it was verified and refused, or stood behind a refused one.
     """
 
-    num_drafts: int
-    steps: int = 0
-    draft_passes: int = 0
-    tokens: int = 0
-    rows: int = 0
-    verified: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    proposed: list[int] = field(default_factory=list)
-    confidence: list[float] = field(default_factory=list)
-    bins: list[list[float]] = field(default_factory=list)
-    bonus: int = 0
-
-    def __post_init__(self) -> None:
-        """Make room for every position."""
-        for name in ("verified", "accepted", "proposed"):
-            setattr(self, name, [0] * self.num_drafts)
-        self.confidence = [0.0] * self.num_drafts
-        self.bins = [[0, 0.0, 0] for _ in range(10)]  # tried, summed confidence, accepted
+    def __init__(self, num_drafts: int) -> None:
+        self.draft_passes = 0
+        self._steps = self._tokens = self._rows = self._bonus = 0
+        self._proposed = np.zeros(num_drafts, np.int64)
+        self._verified = np.zeros(num_drafts, np.int64)
+        self._accepted = np.zeros(num_drafts, np.int64)
+        self._bins = np.zeros((_BINS, 3))  # tried, summed confidence, accepted
+        self._pending: list[tuple[int, int, int, int, tuple[float, ...]]] = []
 
     def add(
         self,
@@ -278,54 +269,72 @@ class SpeculationStats:
         num_verified: int,
         num_accepted: int,
         num_tokens: int,
-        confidences: Sequence[float] = (),
+        confidences: tuple[float, ...] = (),
     ) -> None:
         """Count one sequence's part of one step.
 
         num_tokens   tokens kept
-        confidences  of the drafts that were verified
+        confidences  of the drafts that were proposed
         """
-        self.steps += 1
-        self.tokens += num_tokens
-        self.rows += 1 + num_verified
-        self.bonus += num_verified > 0 and num_accepted == num_verified
-        for place in range(num_proposed):
-            self.proposed[place] += 1
-        for place in range(num_verified):
-            self.verified[place] += 1
-            self.accepted[place] += place < num_accepted
+        self._pending.append((num_proposed, num_verified, num_accepted, num_tokens, confidences))
+        if len(self._pending) >= _PENDING:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Add up what was noted: cheaper in one go than row by row."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        counts = np.asarray([row[:4] for row in pending], np.int64)
+        proposed, verified, accepted, tokens = counts.T
+        self._steps += len(pending)
+        self._tokens += int(tokens.sum())
+        self._rows += len(pending) + int(verified.sum())
+        self._bonus += int(((verified > 0) & (accepted == verified)).sum())
+        places = np.arange(len(self._proposed))
+        for total, part in (
+            (self._proposed, proposed),
+            (self._verified, verified),
+            (self._accepted, accepted),
+        ):
+            total += (places < part[:, None]).sum(axis=0)
         # A confidence speaks of the case that all drafts before were accepted.
-        for place in range(min(num_verified, num_accepted + 1, len(confidences))):
-            value, hit = confidences[place], place < num_accepted
-            self.confidence[place] += value
-            tally = self.bins[min(int(value * 10), 9)]
-            tally[0] += 1
-            tally[1] += value
-            tally[2] += hit
+        told: list[tuple[float, bool]] = []
+        for _, num_verified, num_accepted, _, confidences in pending:
+            last = min(num_verified, num_accepted + 1, len(confidences))
+            told += [(confidences[place], place < num_accepted) for place in range(last)]
+        if told:
+            values = np.asarray(told, np.float64)
+            bins = np.minimum((values[:, 0] * _BINS).astype(np.int64), _BINS - 1)
+            np.add.at(self._bins, (bins, 0), 1.0)
+            np.add.at(self._bins, (bins, 1), values[:, 0])
+            np.add.at(self._bins, (bins, 2), values[:, 1])
 
     def summary(self) -> dict[str, object]:
         """Return the counts and what follows from them, ready for JSON."""
-        verified, accepted = sum(self.verified), sum(self.accepted)
-        tried = sum(int(t[0]) for t in self.bins)
-        error = sum(abs(t[1] - t[2]) for t in self.bins)
+        self._flush()
+        steps = self._steps
+        verified, accepted = int(self._verified.sum()), int(self._accepted.sum())
+        tried = float(self._bins[:, 0].sum())
+        error = float(np.abs(self._bins[:, 1] - self._bins[:, 2]).sum())
         return {
-            "steps": self.steps,
+            "steps": steps,
             "draft_passes": self.draft_passes,
-            "tokens": self.tokens,
-            "rows": self.rows,
-            "proposed": list(self.proposed),
-            "verified": list(self.verified),
-            "accepted": list(self.accepted),
-            "bonus": self.bonus,
+            "tokens": self._tokens,
+            "rows": self._rows,
+            "proposed": self._proposed.tolist(),
+            "verified": self._verified.tolist(),
+            "accepted": self._accepted.tolist(),
+            "bonus": self._bonus,
             "wasted_rows": verified - accepted,
             "acceptance": accepted / verified if verified else None,
-            "mean_verified_length": 1 + verified / self.steps if self.steps else None,
-            "mean_accepted_length": self.tokens / self.steps if self.steps else None,
+            "mean_verified_length": 1 + verified / steps if steps else None,
+            "mean_accepted_length": self._tokens / steps if steps else None,
             "calibration_error": error / tried if tried else None,
             "calibration": [
-                {"confidence": t[1] / t[0], "accepted": t[2] / t[0], "count": int(t[0])}
-                for t in self.bins
-                if t[0]
+                {"confidence": total / count, "accepted": hits / count, "count": int(count)}
+                for count, total, hits in self._bins.tolist()
+                if count
             ],
         }
 
@@ -374,6 +383,8 @@ class DraftPlanner:
         self._has_mean = False
         self._residuals: dict[int, deque[float]] = {}
         self.slope = 0.0
+        self.stats = SpeculationStats(num_drafts)
+        self.note: str | None = None
         self._observed = 0
 
     def choose(self, confidences: Sequence[Sequence[float]]) -> Choice:
@@ -406,11 +417,22 @@ class DraftPlanner:
         if self._losing >= self._patience:
             self.is_drafting = False
             self.times_switched_off += 1
+            self.note = (
+                f"drafting is off: with {num} sequences a step without drafts brings "
+                f"{num / plain:.4g} tokens per second, with them {expected / seconds:.4g}"
+            )
             self._losing = self._idle = 0
         return Choice(self.num_drafts, sum(counts), self.is_drafting)
 
+    def count(
+        self, proposed: int, verified: int, accepted: int, kept: int, confidences: tuple[float, ...]
+    ) -> None:
+        """Count one sequence's part of a step."""
+        self.stats.add(proposed, verified, accepted, kept, confidences)
+
     def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
         """Take the measured time of a step: the machine may be slower than when it was measured."""
+        self.stats.draft_passes += proposed
         if self.curve is None or rows < 1 or seconds <= 0:
             return
         told = float(self.curve.step_s(rows))
@@ -431,6 +453,8 @@ class DraftPlanner:
             "variable": self.variable,
             "drafting": self.is_drafting,
             "times_switched_off": self.times_switched_off,
+            "note": self.note,
+            **self.stats.summary(),
             "mean_survival": self._mean.tolist() if self._has_mean else None,
             "extra_seconds_per_row": self.slope,
             "cost_curve": None
@@ -473,6 +497,7 @@ class DraftPlanner:
         # 2 % better, so that it does not flicker.
         if expected * plain > 1.02 * num * seconds or self._idle >= self._probe_steps:
             self.is_drafting = True
+            self.note = None
             self._idle = self._losing = 0
             self._before = np.zeros((0, self.num_drafts))
             # There are no drafts yet: this step only makes them.
