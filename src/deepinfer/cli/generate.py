@@ -21,6 +21,7 @@ from deepinfer.cli.common import (
     parse_ids,
 )
 from deepinfer.cli.output import Meter, print_results, speed
+from deepinfer.cli.shapes import add_shape_flags, approximations, shape_of
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 from deepinfer.engine.request import SamplingParams
 from deepinfer.errors import ConfigError, RequestError
@@ -85,6 +86,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         "--logprobs", action="store_true", default=None, help="log-probability of each token"
     )
     sampling.add_argument("--top-logprobs", type=int, metavar="N", help="and of N alternatives")
+    add_shape_flags(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
     add_settings(parser)
@@ -110,6 +112,9 @@ def run(args: argparse.Namespace) -> int:
     with LLM(args.model, args.device, config) as llm:
         if args.model == GOLDEN_MODEL and not args.quiet:
             note(f"the {GOLDEN_MODEL} checkpoint has random weights: its text means nothing")
+        if params.shape is not None and not args.quiet:
+            for line in approximations(llm.structured_report(params.shape)):
+                note(line)
         meter = None if args.quiet else Meter()
         start = time.perf_counter()
         interrupted = False
@@ -140,6 +145,7 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         "logprobs top_logprobs"
     )
     given = {name: getattr(args, name) for name in names.split()}
+    given["structured"] = shape_of(args)
     try:
         return SamplingParams(**{k: v for k, v in given.items() if v is not None})
     except RequestError as error:
