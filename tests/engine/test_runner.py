@@ -57,7 +57,7 @@ class FakeModel:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
-    def build(sequences: Sequence[Any], decode: bool, layout: Any, device: Any) -> Any:
+    def build(sequences: Sequence[Any], decode: bool, layout: Any, device: Any, replay: str) -> Any:
         return list(sequences), decode
 
     monkeypatch.setattr(batch_module, "build_inputs", build)

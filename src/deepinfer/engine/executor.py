@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deepinfer.device.queue import DeviceQueue, InlineQueue, Work
 from deepinfer.engine.plan import Masks, StepPlan, StepResult
@@ -62,6 +65,12 @@ class Executor(Protocol):
         """Take steps again after one has failed; those launched before this call do not run."""
         ...
 
+    def read_caches(
+        self, slot: int, blocks: Sequence[int], num_tokens: int, /
+    ) -> dict[str, NDArray[np.generic]]:
+        """Return what the caches hold of a sequence, behind everything launched so far."""
+        ...
+
     @property
     def busy_s(self) -> float:
         """Time the device side has been at work."""
@@ -77,6 +86,12 @@ class StepRunner(Protocol):
 
     def run(self, plan: StepPlan, masks: Callable[[], Masks | None], /) -> StepResult:
         """Run a step on the device's queue; `masks` waits for those of a plan that needs them."""
+        ...
+
+    def read_caches(
+        self, slot: int, blocks: Sequence[int], num_tokens: int, /
+    ) -> dict[str, NDArray[np.generic]]:
+        """Return copies of what the caches hold of a sequence, by the names of `cache/live.py`."""
         ...
 
 
@@ -128,6 +143,12 @@ class InProcessExecutor:
             self._failed = None
 
         self._queue.submit(forget)
+
+    def read_caches(
+        self, slot: int, blocks: Sequence[int], num_tokens: int
+    ) -> dict[str, NDArray[np.generic]]:
+        """Return what the caches hold of a sequence, behind everything launched so far."""
+        return self.call(lambda runner: runner.read_caches(slot, blocks, num_tokens))
 
     def call(self, work: Callable[[StepRunner], T]) -> T:
         """Run something on the runner behind everything launched so far, and return its value."""

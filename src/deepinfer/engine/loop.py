@@ -24,6 +24,7 @@ from deepinfer.engine.executor import Executor, StepFailed, StepHandle
 from deepinfer.engine.plan import StepPlan
 from deepinfer.engine.request import Chunk, Completion, Request
 from deepinfer.engine.scheduler import Scheduler
+from deepinfer.engine.snapshot import State
 from deepinfer.engine.stats import StatsRecorder
 from deepinfer.engine.text import TextStream
 
@@ -109,12 +110,16 @@ class EngineLoop:
         return self._clock()
 
     def submit(
-        self, request: Request, text: TextStream | None = None, gate: Gate | None = None
+        self,
+        request: Request,
+        text: TextStream | None = None,
+        gate: Gate | None = None,
+        state: State | None = None,
     ) -> None:
-        """Queue a request; `gate` is what it waits for first."""
+        """Queue a request; `gate` is what it waits for first, `state` what it goes on from."""
         if request.streams:
             self._streamed.add(request.request_id)
-        completion = self.scheduler.add(request, text, self._clock(), gate)
+        completion = self.scheduler.add(request, text, self._clock(), gate, state)
         if completion is not None:
             self._take([completion])
 

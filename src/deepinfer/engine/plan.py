@@ -6,8 +6,8 @@ values that never change travel once, in the plan's `admissions`, and are then a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ __all__ = [
     "RowPlan",
     "RowResult",
     "SlotCopy",
+    "StateLoad",
     "StepKind",
     "StepPlan",
     "StepResult",
@@ -64,10 +65,23 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class SlotCopy:
-    """Rings and tails of a slot go to (or come from) a checkpoint of the prefix cache."""
+    """A slot gets the rings and tails that a checkpoint of the prefix cache keeps."""
 
     checkpoint: int
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateLoad:
+    """A slot and blocks get the caches of a saved request, `num_tokens` long.
+
+    parts  as `cache/live.py` names them
+    """
+
+    slot: int
+    blocks: tuple[int, ...]
+    num_tokens: int
+    parts: Mapping[str, NDArray[np.generic]] = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +97,8 @@ class RowPlan:
                prompt)
     num_drafts  most of the slot's drafts that this row verifies
     scored_ids  prompt tokens behind the row's first, second, ... token, whose logprobs are asked
+    floor       first position that the decoder half computes (bounded replay)
+    saves       (end, checkpoint): rings and tails after `end` tokens go there in passing
     A row that continues from its slot holds nothing that changes with every step.
     """
 
@@ -94,6 +110,8 @@ class RowPlan:
     samples: bool
     num_drafts: int = 0
     scored_ids: Sequence[int] = ()
+    floor: int = 0
+    saves: tuple[tuple[int, int], ...] = ()
 
     @property
     def from_slot(self) -> bool:
@@ -113,10 +131,9 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One launch. `restores` and `admissions` take effect before the rows run, `saves` after.
+    """One launch. `admissions`, `loads` and `restores` take effect before the rows run.
 
     A slot is in at most one row.
-
 
     needs_masks   the draw waits for `StepHandle.provide_masks`
     draft_budget  drafts verified over all rows, split on the device by current confidences; None:
@@ -132,7 +149,7 @@ class StepPlan:
     draft_budget: int | None = None
     propose: bool = True
     restores: tuple[SlotCopy, ...] = ()
-    saves: tuple[SlotCopy, ...] = ()
+    loads: tuple[StateLoad, ...] = ()
 
     @property
     def num_tokens(self) -> int:

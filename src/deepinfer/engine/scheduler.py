@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from deepinfer.cache.blocks import BlockPool
+from deepinfer.cache.prefix import PrefixCache, PrefixHit, block_keys
 from deepinfer.cache.slots import SlotPool
 from deepinfer.engine.commit import Gate, commit
 from deepinfer.engine.plan import (
@@ -26,16 +27,19 @@ from deepinfer.engine.plan import (
     Masks,
     RowPlan,
     SlotCopy,
+    StateLoad,
     StepKind,
     StepPlan,
     StepResult,
 )
+from deepinfer.engine.replay import replay_floor
 from deepinfer.engine.request import Chunk, Completion, FinishReason, Request
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.speculation import Choice
+from deepinfer.engine.snapshot import State
 from deepinfer.engine.text import TextStream
 
-__all__ = ["Limits", "Planner", "PrefixCache", "PrefixHit", "Scheduler"]
+__all__ = ["Limits", "Planner", "Scheduler"]
 
 _MAX_PREEMPTIONS = 3
 _MAX_FAILURES = 2
@@ -59,6 +63,7 @@ class Limits:
     max_prefill_wait_steps  most decode steps that admissible waiting work sits through
     max_decode_wait_steps   most prefill steps in a row while something is ready to decode
     vocab_size              ids of a grammar mask
+    keep_tokens             last tokens of a prompt that the decoder half computes, None = all
     """
 
     max_num_seqs: int
@@ -72,46 +77,13 @@ class Limits:
     max_prefill_wait_steps: int = 100
     max_decode_wait_steps: int = 8
     vocab_size: int = 0
+    keep_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check what every caller relies on."""
         assert 1 <= self.chunk_tokens <= self.max_num_batched_tokens, self
         assert self.max_num_seqs >= 1 and self.max_model_len >= 1, self
         assert self.max_prefill_wait_steps >= 1 and self.max_decode_wait_steps >= 1, self
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """A cached beginning of a prompt.
-
-    num_tokens  its length, below that of the prompt, on a block boundary
-    blocks      its blocks, already held once for the sequence
-    checkpoint  where rings and tails at `num_tokens` are kept
-    """
-
-    num_tokens: int
-    blocks: tuple[int, ...]
-    checkpoint: int
-
-
-class PrefixCache(Protocol):
-    """Which beginnings of sequences are cached. Holds blocks of the pool on its own account."""
-
-    def match(self, token_ids: tuple[int, ...], /) -> PrefixHit | None:
-        """Return the longest usable beginning; its blocks are then held for the caller."""
-        ...
-
-    def wants(self, token_ids: tuple[int, ...], blocks: tuple[int, ...], end: int, /) -> int | None:
-        """Return the checkpoint in which to save the state at `end`, None not to.
-
-        Asked for every prefill chunk that ends on a block boundary; the index then holds the
-        blocks below `end`.
-        """
-        ...
-
-    def evict(self, count: int, /) -> int:
-        """Try to let go of `count` blocks that no sequence holds; return how many became free."""
-        ...
 
 
 class Planner(Protocol):
@@ -228,11 +200,13 @@ class Scheduler:
         text: TextStream | None = None,
         now_s: float = 0.0,
         gate: Gate | None = None,
+        state: State | None = None,
     ) -> Completion | None:
         """Queue a request; return its completion at once when it can never run.
 
         text  follows the request's tokens; needed for stop strings and streamed text
         gate  what it waits for before it is queued
+        state  a saved request that goes on: the same prompt and parameters
         """
         request_id = request.request_id
         assert request_id not in self._sequences, request_id
@@ -327,17 +301,24 @@ class Scheduler:
             sequence.in_flight -= 1
             if sequence.stale:  # launched before it was put back
                 sequence.stale -= 1
+                self._drop_saves(row)
                 continue
             if sequence.finish_reason is not None:
+                self._drop_saves(row)
                 continue
             if outcome is None:
                 sequence.ahead_tokens -= len(row.token_ids)
                 sequence.num_computed += len(row.token_ids)
+                self._learn(sequence, row)
                 continue
             assert outcome.request_id == row.request_id, (outcome.request_id, row.request_id)
             if row.token_ids:
                 sequence.num_computed += len(row.token_ids)
                 sequence.ahead_tokens -= len(row.token_ids)
+                if outcome.error is None:
+                    self._learn(sequence, row)
+                else:
+                    self._drop_saves(row)
             else:
                 sequence.num_computed += len(outcome.token_ids)
                 sequence.ahead_tokens -= 1 + row.num_drafts
@@ -398,6 +379,9 @@ class Scheduler:
             smaller = smaller and self._budget > 1
             smaller = smaller and self._in_flight[0].plan.kind is StepKind.PREFILL
         named = {s.order: s for launched in self._in_flight for s in launched.sequences}
+        for launched in self._in_flight:
+            for row in launched.plan.rows:
+                self._drop_saves(row)
         self._in_flight.clear()
         if smaller:
             self._budget = max(1, min(self._budget, self.limits.chunk_tokens) // 2)
@@ -531,7 +515,9 @@ class Scheduler:
         if not self.limits.reserve and self.num_running:
             # Leave room for those that grow, so that admitting one does not put back another.
             needed += min(self.num_running, self._blocks.capacity // 10)
-        return self._free_blocks(needed)
+        if self._prefix is None:
+            return self._blocks.num_free >= needed
+        return self._prefix.fits(self._look(sequence), needed)
 
     def _free_blocks(self, needed: int) -> bool:
         """Return whether so many blocks are free, letting go of cached prefixes first."""
@@ -571,7 +557,7 @@ class Scheduler:
         sequences: list[Sequence] = []
         admissions: list[Admission] = []
         restores: list[SlotCopy] = []
-        saves: list[SlotCopy] = []
+        loads: list[StateLoad] = []
         budget = self._budget
         for sequence in self._prefill_order():
             suspect = sequence.num_failures > 0
@@ -580,17 +566,22 @@ class Scheduler:
             is_new = sequence.slot == 0
             if is_new and not self._can_admit(sequence):
                 break
-            hit = self._match(sequence) if is_new else None
+            hit = self._look(sequence) if is_new else None
+            if sequence.saved is not None:
+                sequence.num_computed = sequence.saved.num_computed
+            elif hit is not None:
+                sequence.num_computed = hit.num_tokens
             count = self._chunk(sequence, budget)
             if count == 0:
-                if hit is not None:
-                    self._blocks.release(hit.blocks)
-                    sequence.num_computed = 0
+                sequence.num_computed = 0 if is_new else sequence.num_computed
                 break
             if is_new:
                 admissions.append(self._admit(sequence, hit))
                 if hit is not None:
                     restores.append(SlotCopy(hit.checkpoint, sequence.slot))
+            if sequence.saved is not None:
+                loads.append(_load(sequence, sequence.saved, self._tokens_per_block))
+                sequence.saved = None
             budget -= count
             begin, end = sequence.num_scheduled, sequence.num_scheduled + count
             samples = count == sequence.num_remaining
@@ -603,11 +594,12 @@ class Scheduler:
                     blocks=sequence.blocks[: self._most_blocks(end)],
                     samples=samples,
                     scored_ids=_scored_ids(sequence, begin, end),
+                    floor=self._floor(sequence),
+                    saves=self._reserve_saves(sequence, begin, end),
                 )
             )
             sequences.append(sequence)
             sequence.ahead_tokens += count
-            saves += self._save(sequence, end)
             if suspect or not samples:
                 if samples:
                     self._start_running(sequence)
@@ -624,7 +616,7 @@ class Scheduler:
                 tuple(admissions),
                 masked,
                 restores=tuple(restores),
-                saves=tuple(saves),
+                loads=tuple(loads),
             ),
             sequences,
         )
@@ -643,23 +635,56 @@ class Scheduler:
         self._in_flight.append(_Launched(plan, sequences))
         return plan
 
-    def _match(self, sequence: Sequence) -> PrefixHit | None:
-        """Start a sequence behind a cached prefix, when there is one."""
-        if self._prefix is None or sequence.request.params.prompt_logprobs:
-            return None
-        hit = self._prefix.match(tuple(sequence.token_ids))
-        if hit is not None:
-            assert 0 < hit.num_tokens < len(sequence.token_ids), hit
-            sequence.num_computed = hit.num_tokens
-        return hit
+    def _floor(self, sequence: Sequence) -> int:
+        return replay_floor(sequence.num_prompt_tokens, self.limits.keep_tokens)
 
-    def _save(self, sequence: Sequence, end: int) -> list[SlotCopy]:
-        """Ask the prefix cache whether to keep the state at the end of a chunk."""
-        if self._prefix is None or end % self._tokens_per_block:
-            return []
-        blocks = sequence.blocks[: end // self._tokens_per_block]
-        checkpoint = self._prefix.wants(tuple(sequence.token_ids[:end]), blocks, end)
-        return [] if checkpoint is None else [SlotCopy(checkpoint, sequence.slot)]
+    def _prefix_limit(self, sequence: Sequence) -> int:
+        """Return how long a cached prefix may be: at least one token is computed, prompt tokens
+        that are scored are, and those that the decoder half keeps are.
+        """
+        if sequence.request.params.prompt_logprobs:
+            return 0
+        limit = len(sequence.token_ids) - 1
+        return limit if self.limits.keep_tokens is None else min(limit, self._floor(sequence))
+
+    def _look(self, sequence: Sequence) -> PrefixHit | None:
+        """Find a cached prefix that a waiting sequence can go on from."""
+        if self._prefix is None or sequence.saved is not None:
+            return None
+        return self._prefix.look(self._keys(sequence), self._prefix_limit(sequence))
+
+    def _keys(self, sequence: Sequence) -> tuple[bytes, ...]:
+        if sequence.keys is None:
+            prompt = sequence.request.prompt_token_ids
+            sequence.keys = block_keys(prompt, self._tokens_per_block)
+        return sequence.keys
+
+    def _reserve_saves(
+        self, sequence: Sequence, begin: int, end: int
+    ) -> tuple[tuple[int, int], ...]:
+        """Return where a chunk leaves checkpoints of the sequence's state."""
+        if self._prefix is None:
+            return ()
+        found = [
+            (at, self._prefix.reserve(self._keys(sequence), at))
+            for at in sequence.save_ends
+            if begin < at <= end
+        ]
+        return tuple((at, checkpoint) for at, checkpoint in found if checkpoint)
+
+    def _learn(self, sequence: Sequence, row: RowPlan) -> None:
+        """Let later sequences find what a chunk has computed."""
+        if self._prefix is None:
+            return
+        keys = self._keys(sequence)
+        self._prefix.learn(keys, sequence.blocks, sequence.num_computed)
+        for at, checkpoint in row.saves:
+            self._prefix.keep(keys, at, checkpoint)
+
+    def _drop_saves(self, row: RowPlan) -> None:
+        if self._prefix is not None:
+            for _, checkpoint in row.saves:
+                self._prefix.drop(checkpoint)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Tokens of the next chunk, 0 to wait for a later step."""
@@ -674,10 +699,15 @@ class Scheduler:
     def _admit(self, sequence: Sequence, hit: PrefixHit | None) -> Admission:
         request = sequence.request
         self._leave_waiting(sequence)
-        cached = hit.blocks if hit is not None else ()
-        fresh = self._blocks.allocate(self._blocks_to_admit(sequence) - len(cached))
+        count = self._blocks_to_admit(sequence)
+        if self._prefix is None or sequence.saved is not None:
+            self._free_blocks(count)
+            sequence.blocks = tuple(self._blocks.allocate(count))
+        else:
+            sequence.blocks, sequence.save_ends = self._prefix.begin(
+                self._keys(sequence), hit, self._prefix_limit(sequence), count
+            )
         sequence.slot = self._slots.acquire()
-        sequence.blocks = (*cached, *fresh)
         self._prefilling[request.request_id] = sequence
         return Admission(
             sequence.slot,
@@ -791,7 +821,10 @@ class Scheduler:
         self._prefilling.pop(request_id, None)
         if self._running.pop(request_id, None) is not None:
             self._num_constrained -= sequence.matcher is not None
-        self._blocks.release(sequence.blocks)
+        if self._prefix is not None:
+            self._prefix.release(sequence.blocks)
+        else:
+            self._blocks.release(sequence.blocks)
         if sequence.slot:
             self._slots.release(sequence.slot)
         sequence.blocks, sequence.slot = (), 0
@@ -826,6 +859,12 @@ class Scheduler:
                     completion=completion,
                 )
             )
+
+
+def _load(sequence: Sequence, state: State, tokens_per_block: int) -> StateLoad:
+    """Say where the caches of a saved request go."""
+    held = -(-state.num_computed // tokens_per_block)
+    return StateLoad(sequence.slot, sequence.blocks[:held], state.num_computed, state.parts)
 
 
 def _add_prompt_logprobs(sequence: Sequence, start: int, values: tuple[float, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepinfer.engine.commit import TokenMatcher
 from deepinfer.engine.plan import RowPlan
 from deepinfer.engine.request import Completion, FinishReason, Request
+from deepinfer.engine.snapshot import State
 from deepinfer.engine.text import TextStream
 
 __all__ = ["Sequence"]
@@ -28,6 +29,9 @@ class Sequence:
     stale         how many of these were launched before it was put back: their outcome is dropped
     decode_row    its row of a decode step, kept while nothing in it changes
     drafts, confidences  as last reported by the device
+    keys          digests of the prompt's full blocks, None until the prefix cache asks
+    save_ends     lengths at which its state is worth a checkpoint
+    saved         cache parts of a saved request that goes on here, None once they are loaded
     """
 
     __slots__ = (
@@ -43,6 +47,7 @@ class Sequence:
         "finish_s",
         "first_token_s",
         "in_flight",
+        "keys",
         "limit",
         "logprobs",
         "matcher",
@@ -57,6 +62,8 @@ class Sequence:
         "order",
         "prompt_logprobs",
         "request",
+        "save_ends",
+        "saved",
         "slot",
         "stale",
         "text",
@@ -98,6 +105,9 @@ class Sequence:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_failures = 0
+        self.keys: tuple[bytes, ...] | None = None
+        self.save_ends: tuple[int, ...] = ()
+        self.saved: State | None = None
         self.logprobs: list[float] | None = [] if params.logprobs else None
         self.top_logprobs: list[tuple[tuple[int, float], ...]] | None = (
             [] if params.top_logprobs else None
@@ -128,6 +138,17 @@ class Sequence:
         """Known tokens whose computing is not planned yet: the rest of the prompt, as a rule."""
         return len(self.token_ids) - self.num_computed - self.ahead_tokens
 
+    def go_on_from(self, state: State) -> None:
+        """Take over what a saved request has generated, before anything is planned."""
+        self.token_ids += state.token_ids
+        self.saved = state if state.num_computed else None
+        if self.logprobs is not None:
+            self.logprobs += state.logprobs or ()
+        if self.top_logprobs is not None:
+            self.top_logprobs += state.top_logprobs or ()
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += state.prompt_logprobs or ()
+
     def is_finished(self) -> bool:
         """Whether the sequence has ended, for whatever reason."""
         return self.finish_reason is not None
@@ -142,6 +163,7 @@ class Sequence:
         self.num_computed = self.ahead_tokens = self.ahead_draws = 0
         self.decode_row = None
         self.drafts, self.confidences = (), ()
+        self.saved = None
 
     def finish(self, reason: FinishReason, now_s: float, error: str | None = None) -> None:
         """Record why and when the request ended."""
