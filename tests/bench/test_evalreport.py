@@ -119,6 +119,21 @@ def test_reading_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[
     draw_evaluation([record(FIGURES[-1])], page)  # most panels empty
 
 
+def test_tables_take_their_place_in_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- figures -->\nold\n<!-- end of figures -->\nafter\n")
+    file = tmp_path / "eval.jsonl"
+    append(file, [record(found) for found in FIGURES])
+    for _ in range(2):
+        assert main(["eval", "--read", str(file), "--page", str(page)]) == 0
+        text = page.read_text()
+        assert text.startswith("before\n<!-- figures -->\n| what the demonstration model")
+        assert text.endswith("|\n<!-- end of figures -->\nafter\n") and "old" not in text
+    page.write_text("no marks")
+    assert main(["eval", "--read", str(file), "--page", str(page)]) == 1
+    assert page.read_text() == "no marks"
+
+
 def test_flags_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--read", "x", "--task", "bpb"]) == 2
     assert main(["eval", "--quick", "--limit", "3"]) == 2

@@ -13,10 +13,20 @@ from deepinfer.config.fields import show
 from deepinfer.config.load import DEMO_MODEL
 from deepinfer.errors import ConfigError
 
-__all__ = ["EvalRecord", "Figure", "last_run", "markdown", "summary", "verdicts"]
+__all__ = [
+    "MARKS",
+    "EvalRecord",
+    "Figure",
+    "between_marks",
+    "last_run",
+    "markdown",
+    "summary",
+    "verdicts",
+]
 
 _FORMAT: Final = 1
 _BEYOND: Final = 256
+MARKS: Final = ("<!-- figures -->", "<!-- end of figures -->")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +119,15 @@ def summary(records: Sequence[EvalRecord]) -> str:
     rows = [[v.what, v.wanted, v.found, "yes" if v.met else "**no**"] for v in found]
     head = ["what the demonstration model should reach", "wanted", "found", "met"]
     return "\n".join(_table(head, rows)) + "\n\n" + markdown(figures)
+
+
+def between_marks(page: str, tables: str) -> str:
+    """Return a page with new tables between its marks; raises ConfigError when it has none."""
+    head, begin, rest = page.partition(MARKS[0] + "\n")
+    _, end, tail = rest.partition("\n" + MARKS[1])
+    if not begin or not end:
+        raise ConfigError(f"the page has no lines {MARKS[0]} and {MARKS[1]}, one after the other")
+    return f"{head}{begin}{tables}{end}{tail}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

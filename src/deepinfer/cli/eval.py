@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deepinfer.bench.evalreport import EvalRecord, last_run, summary
+from deepinfer.bench.evalreport import MARKS, EvalRecord, between_marks, last_run, summary
 from deepinfer.bench.report import append
 from deepinfer.cli.common import SubParsers, UsageError, add_settings, engine_config, note, positive
 from deepinfer.config.load import DEMO_MODEL, PACKAGED_MODELS, resolve_model
@@ -47,6 +47,11 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--out", metavar="FILE", help="add the results to this file, as JSONL")
     parser.add_argument("--plot", metavar="FILE", help="draw them as a PNG page")
     parser.add_argument(
+        "--page",
+        metavar="FILE",
+        help=f"put the tables into this Markdown file, between the lines {MARKS[0]} and {MARKS[1]}",
+    )
+    parser.add_argument(
         "--read", metavar="FILE", help="measure nothing: print and draw the last run in this file"
     )
     add_settings(parser)
@@ -73,7 +78,11 @@ def run(args: argparse.Namespace) -> int:
         if out is not None:
             append(out, records)
             note(f"{out}: {len(records)} records added")
-    print(summary(records))
+    tables = summary(records)
+    print(tables)
+    if args.page is not None:
+        page = Path(args.page).expanduser()
+        page.write_text(between_marks(page.read_text("utf-8"), tables), "utf-8")
     if args.plot is not None:
         from deepinfer.bench.plot import draw_evaluation
 
