@@ -66,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
         from deepinfer.bench.plot import require_matplotlib
 
         require_matplotlib()
+    page = None if args.page is None else Path(args.page).expanduser()
+    if page is not None:
+        between_marks(page.read_text("utf-8"), "")  # measuring takes long: fail now if it must be
     if args.read is not None:
         records = last_run(Path(args.read).expanduser())
     else:
@@ -80,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
             note(f"{out}: {len(records)} records added")
     tables = summary(records)
     print(tables)
-    if args.page is not None:
-        page = Path(args.page).expanduser()
+    if page is not None:
         page.write_text(between_marks(page.read_text("utf-8"), tables), "utf-8")
     if args.plot is not None:
         from deepinfer.bench.plot import draw_evaluation
