@@ -118,13 +118,12 @@ class Compiled(Protocol):
 class Backend(Protocol):
     """One grammar library for one vocabulary.
 
-    limits  what it never expresses of a schema
+    limits       what it never expresses of a schema
+    wants_rules  whether a schema must come as rules
     """
 
-    @property
-    def limits(self) -> Loosened:
-        """What it never expresses."""
-        ...
+    limits: Loosened
+    wants_rules: bool
 
     def loosen(self, error: BackendError, loosened: Loosened) -> Loosened | None:
         """Return what to leave out of a schema as well after an error, None when that is no use."""

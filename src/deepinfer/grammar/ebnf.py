@@ -14,6 +14,7 @@ from typing import Final
 from deepinfer.grammar.nodes import (
     ALL,
     EMPTY,
+    NOTHING,
     Alt,
     Chars,
     Node,
@@ -27,7 +28,7 @@ from deepinfer.grammar.nodes import (
     seq,
 )
 
-__all__ = ["ROOT", "GrammarError", "parse_ebnf"]
+__all__ = ["ROOT", "GrammarError", "completes", "parse_ebnf", "prune"]
 
 ROOT: Final = "root"
 _MAX_DEPTH: Final = 100
@@ -337,6 +338,41 @@ def _never_complete(rules: dict[str, Node]) -> set[str]:
                 complete.add(name)
                 changed = True
     return set(rules) - complete
+
+
+def completes(rules: dict[str, Node], name: str) -> bool:
+    """Tell whether some text belongs to a rule."""
+    return name not in _never_complete(rules)
+
+
+def prune(rules: dict[str, Node], root: str) -> dict[str, Node]:
+    """Return the rules without what can never be complete, and without those that nobody names."""
+    hopeless = _never_complete(rules)
+    clean = {name: _without(node, hopeless) for name, node in rules.items()}
+    wanted: dict[str, None] = {}
+    todo = [root]
+    while todo:
+        name = todo.pop()
+        if name not in wanted:
+            wanted[name] = None
+            todo += references(clean[name])
+    return {name: node for name, node in clean.items() if name in wanted}
+
+
+def _without(node: Node, hopeless: set[str]) -> Node:
+    if isinstance(node, Ref):
+        return NOTHING if node.name in hopeless else node
+    if isinstance(node, Chars):
+        return node if node.ranges else NOTHING
+    if isinstance(node, Repeat):
+        inner = _without(node.item, hopeless)
+        if inner == NOTHING:
+            return EMPTY if node.low == 0 else NOTHING
+        return Repeat(inner, node.low, node.high)
+    items = (_without(item, hopeless) for item in node.items)
+    if isinstance(node, Seq):
+        return seq(*items)
+    return alt(*(item for item in items if item != NOTHING))
 
 
 def _completes(node: Node, known: set[str]) -> bool:

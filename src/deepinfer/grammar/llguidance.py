@@ -19,7 +19,7 @@ from deepinfer.grammar.backend import (
 )
 from deepinfer.grammar.nodes import inline, lark, rust_regex
 from deepinfer.grammar.regex import parse_regex
-from deepinfer.grammar.schema import Loosened
+from deepinfer.grammar.schema import PLACE, Loosened
 
 __all__ = ["LLGuidance"]
 
@@ -63,6 +63,7 @@ class LLGuidance:
         self._executor = library.LLExecutor(num_threads=threads)
 
     limits = Loosened()
+    wants_rules = False
 
     def loosen(self, error: BackendError, loosened: Loosened) -> Loosened | None:
         """Return what to leave out as well."""
@@ -202,6 +203,8 @@ def _spelled(schema: Any) -> Any:
         return schema
     out: dict[str, Any] = {}
     for keyword, value in schema.items():
+        if keyword == PLACE:
+            continue
         if keyword == "pattern":
             out[keyword] = _anchored(value)
         elif keyword == "patternProperties":

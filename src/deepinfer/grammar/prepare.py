@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from deepinfer.config.engine import GrammarConfig
 from deepinfer.errors import RequestError
 from deepinfer.grammar.backend import Backend, BackendError, Compiled, Program
-from deepinfer.grammar.ebnf import ROOT, GrammarError, parse_ebnf
+from deepinfer.grammar.ebnf import ROOT, GrammarError, completes, parse_ebnf, prune
+from deepinfer.grammar.jsonrules import Loss, json_rules
 from deepinfer.grammar.nodes import NOTHING, Automaton, Node, Rules, alt, inline, literal, size
 from deepinfer.grammar.regex import PatternError, parse_regex
-from deepinfer.grammar.report import Report
-from deepinfer.grammar.schema import Loosened, rewrite
+from deepinfer.grammar.report import Finding, Report, Status
+from deepinfer.grammar.schema import Loosened, escape, rewrite
 from deepinfer.grammar.spec import Structured
-from deepinfer.grammar.verdict import make_check
+from deepinfer.grammar.verdict import make_check, make_test
 
 __all__ = ["Prepared", "compile_shape", "prepare"]
 
@@ -41,7 +42,7 @@ def compile_shape(
     """
     loosened = backend.limits
     while True:
-        prepared = prepare(shape, config, loosened)
+        prepared = prepare(shape, config, loosened, backend.wants_rules)
         try:
             return prepared, backend.compile(prepared.program)
         except BackendError as error:
@@ -51,10 +52,16 @@ def compile_shape(
             loosened = more
 
 
-def prepare(shape: Structured, config: GrammarConfig, loosened: Loosened | None = None) -> Prepared:
+def prepare(
+    shape: Structured,
+    config: GrammarConfig,
+    loosened: Loosened | None = None,
+    as_rules: bool = False,
+) -> Prepared:
     """Check a shape and reduce it; raises RequestError that says where it is wrong.
 
     loosened  what is left out of a schema
+    as_rules  whether a schema is turned into rules
     """
     source_bytes = len(shape.text.encode())
     if source_bytes > config.max_source_bytes:
@@ -63,7 +70,7 @@ def prepare(shape: Structured, config: GrammarConfig, loosened: Loosened | None 
             "are accepted: shorten it, or raise grammar.max_source_bytes"
         )
     if shape.kind == "json":
-        return _json(shape, config, loosened)
+        return _json(shape, config, loosened, as_rules)
     rules = _rules(shape)
     _check_size(shape, rules, config)
     whole = inline(rules, ROOT, config.max_states)
@@ -116,15 +123,43 @@ def _membership(whole: Node | None, kind: str) -> Callable[[str], str | None]:
     return check
 
 
-def _json(shape: Structured, config: GrammarConfig, loosened: Loosened | None) -> Prepared:
+def _json(
+    shape: Structured, config: GrammarConfig, loosened: Loosened | None, as_rules: bool
+) -> Prepared:
     found = rewrite(
         shape.text, closed=shape.closed, max_states=config.max_states, loosened=loosened
     )
-    problems = found.report.problems(shape.strict)
+    report, rules = found.report, None
+    if as_rules and not report.problems(False):
+        rules, losses = json_rules(found.schema, config.max_whitespace, make_test(found.schema))
+        report = _with_losses(report, losses)
+        if not completes(rules, ROOT):
+            raise RequestError("structured json cannot be used: no value satisfies it")
+        rules = prune(rules, ROOT)
+    problems = report.problems(shape.strict)
     if problems:
-        how = "strictly " if shape.strict and not found.report.problems(False) else ""
+        how = "strictly " if shape.strict and not report.problems(False) else ""
         raise RequestError(f"structured json cannot be {how}enforced", problems)
     program = Program(
-        schema=found.schema, max_whitespace=config.max_whitespace, max_states=config.max_states
+        rules=rules,
+        schema=found.schema if rules is None else None,
+        max_whitespace=config.max_whitespace,
+        max_states=config.max_states,
     )
-    return Prepared(program, found.report, make_check(found.original, found.draft))
+    return Prepared(program, report, make_check(found.original, found.draft))
+
+
+def _with_losses(report: Report, losses: list[Loss]) -> Report:
+    """Return a report in which what rules do not say in full is approximated."""
+    lost = {(loss.pointer, loss.keyword): loss.note for loss in losses}
+    findings = []
+    for finding in report.findings:
+        parent = finding.pointer.removesuffix(f"/{escape(finding.keyword)}")
+        note = lost.pop((parent, finding.keyword), None)
+        if note is not None:
+            finding = replace(finding, status=Status.APPROXIMATED, note=note)
+        findings.append(finding)
+    for (pointer, keyword), note in lost.items():
+        place = f"{pointer}/{escape(keyword)}"
+        findings.append(Finding(place, keyword, Status.APPROXIMATED, note))
+    return Report(tuple(findings))

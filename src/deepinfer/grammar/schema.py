@@ -19,7 +19,7 @@ from deepinfer.grammar.nodes import size
 from deepinfer.grammar.regex import PatternError, parse_regex
 from deepinfer.grammar.report import Finding, Report, Status
 
-__all__ = ["DRAFTS", "Loosened", "Rewritten", "Schema", "escape", "rewrite"]
+__all__ = ["DRAFTS", "PLACE", "Loosened", "Rewritten", "Schema", "escape", "rewrite"]
 
 Schema = dict[str, Any] | bool
 
@@ -78,6 +78,8 @@ _KNOWN: Final = frozenset(
     _KEPT | _COUNTS | _ANNOTATIONS | _BEYOND.keys() | _REFUSED.keys() | _OTHERS
 )
 _TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
+PLACE: Final = "x-place"
+"""The key under which a rewritten schema keeps the pointer to its original."""
 _MAX_DEPTH: Final = 200
 _MAX_PROBLEMS: Final = 10
 
@@ -221,7 +223,7 @@ class _Rewriter:
         frame = self._enter(schema, frame)
         if "$ref" in schema and self._draft in _REF_ALONE:
             schema = {"$ref": schema["$ref"]}
-        out: dict[str, Any] = {}
+        out: dict[str, Any] = {PLACE: frame.pointer}
         for keyword, value in schema.items():
             if keyword in _KEPT:
                 self._keep(keyword, value, frame, out)

@@ -15,8 +15,9 @@ from typing import Any
 from deepinfer.errors import UnsupportedError
 from deepinfer.grammar.nodes import Automaton
 from deepinfer.grammar.regex import parse_regex
+from deepinfer.grammar.schema import DRAFTS
 
-__all__ = ["check_json", "make_check", "meta_errors"]
+__all__ = ["check_json", "make_check", "make_test", "meta_errors"]
 
 _MAX_SHOWN = 200
 
@@ -60,6 +61,16 @@ def make_check(schema: dict[str, Any] | bool, draft: str) -> Callable[[str], str
         return check_json(text, validator[0])
 
     return check
+
+
+def make_test(schema: dict[str, Any] | bool) -> Callable[[dict[str, Any] | bool, Any], bool]:
+    """Return a test whether a value satisfies a part of a rewritten schema."""
+    validator = _validator(schema, DRAFTS[0])
+
+    def satisfies(part: dict[str, Any] | bool, value: Any) -> bool:
+        return bool(validator.evolve(schema=part).is_valid(value))
+
+    return satisfies
 
 
 def check_json(text: str, validator: Any) -> str | None:

@@ -52,6 +52,7 @@ class XGrammar:
         self._text = vocabulary.text_bits
 
     limits = Loosened(counts=True, patterns=True, formats=True, multiples=True)
+    wants_rules = True
 
     def loosen(self, error: BackendError, loosened: Loosened) -> Loosened | None:
         """Return None: what the rules do not express is known beforehand."""
