@@ -30,6 +30,7 @@ from deepinfer.engine.plan import (
 )
 from deepinfer.engine.request import Request, SamplingParams
 from deepinfer.engine.scheduler import Limits, Scheduler
+from deepinfer.engine.speculation import Choice
 
 VOCAB = 50
 EOS = 1
@@ -253,11 +254,18 @@ class AllDrafts:
         self.varied = varied
         self.calls = 0
 
-    def choose(self, confidences: list[tuple[float, ...]]) -> list[int]:
+    def choose(self, confidences: list[tuple[float, ...]]) -> Choice:
         self.calls += 1
-        if not self.varied:
-            return [self.num_drafts] * len(confidences)
-        return [hashed(self.calls, i) % (self.num_drafts + 1) for i in range(len(confidences))]
+        most = hashed(self.calls) % (self.num_drafts + 1) if self.varied else self.num_drafts
+        return Choice(most, None, True)
+
+    def count(
+        self, proposed: int, verified: int, accepted: int, kept: int, confidences: tuple[float, ...]
+    ) -> None:
+        assert proposed >= verified >= accepted >= 0 and kept >= 0, (proposed, verified, accepted)
+
+    def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
+        assert rows >= 1
 
 
 def toy_limits(**changes: int | float | bool) -> Limits:
