@@ -25,6 +25,7 @@ from deepinfer.grammar.nodes import (
     complement,
     literal,
     merge,
+    references,
     seq,
 )
 

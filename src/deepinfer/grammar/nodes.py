@@ -35,6 +35,7 @@ __all__ = [
     "lark",
     "literal",
     "merge",
+    "references",
     "rust_regex",
     "seq",
     "size",
