@@ -7,6 +7,7 @@ and are not listed here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "ConfigError",
     "DeepInferError",
     "NumericalError",
+    "ProtocolError",
     "RequestError",
     "ShapeError",
     "StateError",
@@ -57,6 +59,17 @@ class TokenizerError(DeepInferError):
 
 class RequestError(DeepInferError):
     """One request cannot be served as given; its completion ends with reason `invalid_request`."""
+
+
+class ProtocolError(RequestError):
+    """A protocol body cannot be served; `status` and `body` are what its sender is to be told."""
+
+    def __init__(self, message: str, *, status: int = 400, body: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": kind, "param": None, "code": kind}
+        self.body = json.dumps({"error": error}) if body is None else body
 
 
 class NumericalError(DeepInferError):

@@ -151,6 +151,10 @@ class Tokenizer:
             piece = self._pieces[token_id] = self._spell(token or "")
         return piece
 
+    def to_json(self) -> str:
+        """Return the content of the tokenizer.json that this was read from."""
+        return self._raw.to_str()
+
     @property
     def separator(self) -> str:
         """What stands between the pieces of two ids: nothing, or a space for whole words."""

@@ -1,0 +1,28 @@
+"""What protocols share: the parameters of several samples, and failures as errors."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from deepinfer.engine.request import Completion, FinishReason, SamplingParams
+from deepinfer.errors import ProtocolError
+
+__all__ = ["raise_failure", "sample_params"]
+
+
+def sample_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Return the parameters of one of several samples: the first has the seed as it is."""
+    if index == 0 or params.seed is None:
+        return params
+    digest = hashlib.sha256(f"{params.seed}/{index}".encode()).digest()
+    return replace(params, seed=int.from_bytes(digest[:8], "little"))
+
+
+def raise_failure(completion: Completion) -> None:
+    """Raise ProtocolError for a completion that has failed."""
+    if completion.error is None and completion.finish_reason is not FinishReason.ABORT:
+        return
+    bad = (FinishReason.INVALID_REQUEST, FinishReason.PROMPT_LENGTH_EXCEEDED)
+    message = completion.error or "the request was aborted"
+    raise ProtocolError(message, status=400 if completion.finish_reason in bad else 500)
