@@ -76,7 +76,7 @@ class Drafter:
     ) -> None:
         self.num_drafts = len(temperatures)
         self.rejects = method == "rejection"
-        self._model = model
+        self.model = model
         self._sampler = sampler
         self._state = state
         device = state.length.device
@@ -110,7 +110,7 @@ class Drafter:
                 self._logits[slots, place] = drawn.drawn_from
             return drawn.token_ids
 
-        tokens, raw, _ = self._model.propose(
+        tokens, raw, _ = self.model.propose(
             caches, slots, length - 2, state.last_token[slots], choose, self.num_drafts
         )
         confidences = 1.0 / (1.0 + torch.exp(-raw / self._temperatures))

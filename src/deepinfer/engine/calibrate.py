@@ -1,0 +1,145 @@
+"""What steps cost on this machine: measured once at start, kept on disk for the next start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.config.load import cache_dir
+from deepinfer.engine.drafting import Drafter, confidence_temperatures
+from deepinfer.engine.runner import Runner
+from deepinfer.engine.speculation import (
+    CostCurve,
+    DraftPlanner,
+    load_curve,
+    measure_curve,
+    save_curve,
+)
+from deepinfer.engine.state import SlotState
+from deepinfer.model.fast.inputs import SequenceRows, build_inputs
+from deepinfer.model.fast.model import FastModel
+from deepinfer.sampling.sampler import Sampler
+
+__all__ = ["make_drafter", "make_planner"]
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
+_SECONDS = 1.5  # measuring ends with the size that used these up; the last slope goes on from there
+_REPEATS = 3
+
+
+def make_drafter(
+    config: EngineConfig, model: FastModel, sampler: Sampler, state: SlotState
+) -> Drafter | None:
+    """Return the device side of speculation, None when it is off."""
+    if config.speculation.num_drafts == 0:
+        return None
+    assert model.draft is not None, "the model was loaded without its draft blocks"
+    temperatures = confidence_temperatures(config.speculation, model.config)
+    return Drafter(model.draft, sampler, state, temperatures, config.speculation.method)
+
+
+def make_planner(
+    config: EngineConfig, runner: Runner, model_path: Path, device_name: str
+) -> DraftPlanner | None:
+    """Return the policy of speculation, None when it is off; may measure the cost curve.
+
+    Call it before the first request: measuring writes into the caches.
+    """
+    chosen = config.speculation
+    if runner.drafter is None:
+        return None
+    curve = None
+    if chosen.variable:
+        curve = _curve(config, runner, runner.drafter, model_path, device_name)
+    return DraftPlanner(
+        chosen.num_drafts,
+        variable=chosen.variable,
+        curve=curve,
+        lag=chosen.method == "rejection",
+    )
+
+
+def _curve(
+    config: EngineConfig, runner: Runner, drafter: Drafter, model_path: Path, device_name: str
+) -> CostCurve:
+    """Load the curve of this model, machine and these settings, or measure and keep it."""
+    most_sequences = config.scheduling.max_num_seqs
+    most_rows = most_sequences * (1 + drafter.num_drafts)
+    sizes = [size for size in _SIZES if size < most_rows] + [most_rows]
+    text = (model_path / "config.json").read_bytes()
+    fingerprint = {
+        "model": hashlib.blake2b(text, digest_size=8).hexdigest(),
+        "device": device_name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "numerics": asdict(config.numerics),
+        "sizes": sizes,
+        "num_drafts": drafter.num_drafts,
+    }
+    max_age_s = config.speculation.cost_cache_seconds
+    name = hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=8).hexdigest()
+    path = cache_dir() / "costs" / f"{name}.json"
+    if max_age_s:
+        found = load_curve(path, fingerprint, max_age_s)
+        if found is not None:
+            return found
+    with torch.inference_mode():
+        curve = _measure(runner, drafter, sizes, most_sequences)
+    if max_age_s:
+        try:
+            save_curve(path, curve, fingerprint)
+        except OSError:  # a read-only home only costs the measurement
+            pass
+    return curve
+
+
+def _measure(
+    runner: Runner, drafter: Drafter, sizes: list[int], most_sequences: int
+) -> CostCurve:
+    """Run steps of made-up rows and draft passes, as far as the time allows."""
+    layout, caches = runner.layout, runner.caches
+    num_blocks = max(1, caches.num_blocks - 1)
+    start = layout.tokens_per_block // 2
+    model = runner.model
+    assert isinstance(model, FastModel)
+
+    def run_rows(size: int) -> None:
+        num = min(size, most_sequences)
+        rows = []
+        for idx in range(num):
+            count = size // num + (idx < size % num)
+            rows.append(SequenceRows(1 + idx, start, [7] * count, [1 + idx % num_blocks]))
+        inputs = build_inputs(rows, True, layout, runner.device)
+        every = torch.arange(size, device=runner.device)
+        logits = model.forward(inputs, caches, every)
+        slots = [1 + idx for idx in range(num) for _ in rows[idx].token_ids]
+        runner.sampler.sample(logits, slots, [start] * size).token_ids.tolist()
+
+    def run_drafts(size: int) -> None:
+        slots = torch.arange(1, 1 + size, device=runner.device)
+        drafter.model.propose(
+            caches, slots, slots * 0 + start, slots * 0 + 7, None, drafter.num_drafts
+        )[0].tolist()
+
+    begin = time.perf_counter()
+    rows: list[int] = []
+    seconds: list[float] = []
+    draft_sizes: list[int] = []
+    draft_seconds: list[float] = []
+    for size in sizes:
+        part = measure_curve(run_rows, lambda _: None, [size], [1], repeats=_REPEATS)
+        rows.append(size)
+        seconds.append(part.seconds[0])
+        if size <= most_sequences:
+            part = measure_curve(lambda _: None, run_drafts, [1], [size], repeats=_REPEATS)
+            draft_sizes.append(size)
+            draft_seconds.append(part.draft_seconds[0])
+        if time.perf_counter() - begin > _SECONDS and len(rows) > 1:
+            break
+    return CostCurve(tuple(rows), tuple(seconds), tuple(draft_sizes), tuple(draft_seconds))
