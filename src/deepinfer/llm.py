@@ -36,6 +36,8 @@ from deepinfer.dialog.chat import (
     make_turns,
     stream_answers,
 )
+from deepinfer.engine.calibrate import make_drafter, make_planner
+from deepinfer.engine.drafting import check_speculation
 from deepinfer.engine.executor import Executor, InProcessExecutor
 from deepinfer.engine.loop import EngineLoop, interrupt_after
 from deepinfer.engine.memory import plan_caches
@@ -168,6 +170,7 @@ class LLM:
     def _build_runner(self) -> tuple[Runner, Sizes]:
         config, model_config = self.config, self.model_config
         device = self.device.torch_device
+        check_speculation(config.speculation, model_config)
         banned = config.sampling.banned_token_ids
         outside = [i for i in banned if i >= model_config.vocab_size]
         if outside:
@@ -184,7 +187,12 @@ class LLM:
         checkpoint = Checkpoint.open(self.path)
         check_steering(checkpoint)
         model = FastModel.load(
-            checkpoint, config.numerics, device, token_map, config.weights.dequantized_bytes
+            checkpoint,
+            config.numerics,
+            device,
+            token_map,
+            config.weights.dequantized_bytes,
+            with_drafts=config.speculation.num_drafts > 0,
         )
         plan = plan_caches(
             config,
@@ -201,14 +209,19 @@ class LLM:
             config.cache.dequantized_bytes if device.type == "cpu" else 0,
         )
         sampler = Sampler(model_config.vocab_size, sizes.num_slots, device, banned)
+        state = SlotState(sizes.num_slots, config.speculation.num_drafts, device)
         runner = Runner(
             model,
             caches,
             layout,
             sampler,
-            SlotState(sizes.num_slots, 0, device),
+            state,
             device,
+            make_drafter(config, model, sampler, state),
             find_bad_weight=lambda: _name_nonfinite(checkpoint),
+        )
+        self.planner = make_planner(
+            config, runner, sizes.num_blocks, self.path, self.device.capability.name
         )
         return runner, sizes
 
@@ -230,6 +243,7 @@ class LLM:
             BlockPool(sizes.num_blocks),
             SlotPool(sizes.num_slots),
             config.cache.tokens_per_block,
+            planner=self.planner,
         )
         executor.start()
         self._loop = EngineLoop(scheduler, executor, overlap=self.overlaps)

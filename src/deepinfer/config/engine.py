@@ -40,9 +40,6 @@ Value = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
 # deletes its row.
 _NOT_BUILT: Final[Mapping[str, tuple[Value, str]]] = {
     "cache.prefix": (False, "prefix reuse"),
-    "speculation.num_drafts": (0, "speculative decoding"),
-    "speculation.variable": (False, "variable verification"),
-    "speculation.acceptance": ("coupled", "rejection sampling of drafts"),
     "replay.mode": ("off", "bounded replay"),
     "parallel.data": (1, "data parallelism"),
     "parallel.context": (1, "context parallelism"),
@@ -277,11 +274,15 @@ class SpeculationConfig(_Group):
 
     num_drafts: int = field(default=0, metadata=_about("tokens drafted a step; 0 = off", 0))
     variable: bool = field(default=False, metadata=_about("verify as many drafts as pay off"))
-    acceptance: Literal["coupled", "rejection"] = field(
+    method: Literal["coupled", "rejection"] = field(
         default="coupled", metadata=_about("the rule that accepts a draft")
     )
     confidence_temperatures: tuple[float, ...] = field(
         default=(), metadata=_about("confidence calibration; empty = the checkpoint's", 1e-5)
+    )
+    cost_cache_seconds: int = field(
+        default=86400,
+        metadata=_about("how long measured step costs serve on disk; 0 = measure at every start", 0),
     )
 
 
@@ -531,5 +532,16 @@ def _conflicts(config: EngineConfig) -> list[str]:
         problems.append(
             f"speculation.confidence_temperatures: found {given} values, expected none, one or "
             f"speculation.num_drafts ({config.speculation.num_drafts})"
+        )
+    if (
+        numerics.batch_invariant
+        and config.speculation.variable
+        and config.speculation.method == "rejection"
+    ):
+        problems.append(
+            'speculation.method: found "rejection" with speculation.variable under '
+            "numerics.batch_invariant: which drafts are verified depends on other requests, and "
+            'rejection lets that reach the output; expected "coupled", or variable false, or '
+            "batch_invariant false"
         )
     return problems
