@@ -282,7 +282,7 @@ class SpeculationConfig(_Group):
     )
     cost_cache_seconds: int = field(
         default=86400,
-        metadata=_about("how long measured step costs serve on disk; 0 = measure at every start", 0),
+        metadata=_about("seconds that step costs kept on disk serve; 0 = measure at each start", 0),
     )
 
 

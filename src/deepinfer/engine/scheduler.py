@@ -35,8 +35,8 @@ from deepinfer.engine.plan import (
 from deepinfer.engine.replay import replay_floor
 from deepinfer.engine.request import Chunk, Completion, FinishReason, Request
 from deepinfer.engine.sequence import Sequence
-from deepinfer.engine.speculation import Choice
 from deepinfer.engine.snapshot import State
+from deepinfer.engine.speculation import Choice
 from deepinfer.engine.text import TextStream
 
 __all__ = ["Limits", "Planner", "Scheduler"]
