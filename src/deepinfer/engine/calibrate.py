@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -45,10 +46,11 @@ def make_drafter(
 
 
 def make_planner(
-    config: EngineConfig, runner: Runner, model_path: Path, device_name: str
+    config: EngineConfig, runner: Runner, num_blocks: int, model_path: Path, device_name: str
 ) -> DraftPlanner | None:
     """Return the policy of speculation, None when it is off; may measure the cost curve.
 
+    num_blocks  in the caches, with the padding block
     Call it before the first request: measuring writes into the caches.
     """
     chosen = config.speculation
@@ -56,7 +58,7 @@ def make_planner(
         return None
     curve = None
     if chosen.variable:
-        curve = _curve(config, runner, runner.drafter, model_path, device_name)
+        curve = _curve(config, runner, runner.drafter, num_blocks, model_path, device_name)
     return DraftPlanner(
         chosen.num_drafts,
         variable=chosen.variable,
@@ -66,7 +68,12 @@ def make_planner(
 
 
 def _curve(
-    config: EngineConfig, runner: Runner, drafter: Drafter, model_path: Path, device_name: str
+    config: EngineConfig,
+    runner: Runner,
+    drafter: Drafter,
+    num_blocks: int,
+    model_path: Path,
+    device_name: str,
 ) -> CostCurve:
     """Load the curve of this model, machine and these settings, or measure and keep it."""
     most_sequences = config.scheduling.max_num_seqs
@@ -90,21 +97,18 @@ def _curve(
         if found is not None:
             return found
     with torch.inference_mode():
-        curve = _measure(runner, drafter, sizes, most_sequences)
+        curve = _measure(runner, drafter, sizes, most_sequences, num_blocks)
     if max_age_s:
-        try:
+        with suppress(OSError):  # a read-only home only costs the measurement
             save_curve(path, curve, fingerprint)
-        except OSError:  # a read-only home only costs the measurement
-            pass
     return curve
 
 
 def _measure(
-    runner: Runner, drafter: Drafter, sizes: list[int], most_sequences: int
+    runner: Runner, drafter: Drafter, sizes: list[int], most_sequences: int, num_blocks: int
 ) -> CostCurve:
     """Run steps of made-up rows and draft passes, as far as the time allows."""
     layout, caches = runner.layout, runner.caches
-    num_blocks = max(1, caches.num_blocks - 1)
     start = layout.tokens_per_block // 2
     model = runner.model
     assert isinstance(model, FastModel)
@@ -114,7 +118,8 @@ def _measure(
         rows = []
         for idx in range(num):
             count = size // num + (idx < size % num)
-            rows.append(SequenceRows(1 + idx, start, [7] * count, [1 + idx % num_blocks]))
+            table = [1 + idx % max(1, num_blocks - 1)] * (1 + count // layout.tokens_per_block)
+            rows.append(SequenceRows(1 + idx, start, [7] * count, [*table, *table]))
         inputs = build_inputs(rows, True, layout, runner.device)
         every = torch.arange(size, device=runner.device)
         logits = model.forward(inputs, caches, every)

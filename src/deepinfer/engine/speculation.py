@@ -306,9 +306,8 @@ class SpeculationStats:
         if told:
             values = np.asarray(told, np.float64)
             bins = np.minimum((values[:, 0] * _BINS).astype(np.int64), _BINS - 1)
-            np.add.at(self._bins, (bins, 0), 1.0)
-            np.add.at(self._bins, (bins, 1), values[:, 0])
-            np.add.at(self._bins, (bins, 2), values[:, 1])
+            for column, weights in enumerate((None, values[:, 0], values[:, 1])):
+                self._bins[:, column] += np.bincount(bins, weights, minlength=_BINS)
 
     def summary(self) -> dict[str, object]:
         """Return the counts and what follows from them, ready for JSON."""
