@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from deepinfer.bench.report import append, read, table
+from deepinfer.bench.report import Record, append, read, table
 from deepinfer.cli.common import SubParsers, add_settings, engine_config, note, positive
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 
@@ -17,7 +17,7 @@ _REPEAT: Final = 5
 
 
 def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
-    """Register the command and its two forms."""
+    """Register the command and its forms."""
     parser = subparsers.add_parser(
         "bench", help="measure speed", description="Measure speed, or print kept figures."
     )
@@ -39,6 +39,32 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     )
     add_settings(cpu)
     cpu.set_defaults(func=run)
+    host = forms.add_parser(
+        "host",
+        help="measure the host's work for a step",
+        description="Measure scheduling and applying a decode step without model, building its "
+        "inputs, and how busy overlapped and plain order keep a device that takes 10 ms a step.",
+    )
+    batching = forms.add_parser(
+        "batching",
+        help="measure continuous batching",
+        description="Generate a mix of requests of log-normal lengths together, one by one, and "
+        "in the order of a packer that knows every length.",
+    )
+    batching.add_argument("--model", default=DEMO_MODEL, help=f"as for cpu ({DEMO_MODEL})")
+    batching.add_argument(
+        "--requests", type=positive, default=200, metavar="N", help="requests of the mix (200)"
+    )
+    batching.add_argument(
+        "--alone", type=positive, metavar="N", help="requests to run one by one (all)"
+    )
+    for form, repeats in ((host, _REPEAT), (batching, 3)):
+        form.add_argument("--out", metavar="FILE", help="add the records to this file, as JSONL")
+        form.add_argument(
+            "--repeat", type=positive, default=repeats, metavar="N", help=f"repeats ({repeats})"
+        )
+        form.set_defaults(func=run)
+    add_settings(batching)
     show = forms.add_parser("show", help="print kept figures", description="Print kept figures.")
     show.add_argument("file", nargs="?", default=_FILE, metavar="FILE", help=f"records ({_FILE})")
     show.set_defaults(func=run)
@@ -49,16 +75,31 @@ def run(args: argparse.Namespace) -> int:
     if args.form == "show":
         print(table(read(Path(args.file).expanduser())))
         return 0
-    from deepinfer.bench.cpu import measure_cpu
-
-    config = engine_config(args)
-    resolve_model(args.model)
     out = None if args.out is None else Path(args.out).expanduser()
     if out is not None:
         append(out, [])  # measuring takes long: find out first whether writing works
-    records = measure_cpu(args.model, config, args.repeat, tell=note)
+    records = _measure(args)
     print(table(records))
     if out is not None:
         append(out, records)
         note(f"{out}: {len(records)} records added")
     return 0
+
+
+def _measure(args: argparse.Namespace) -> list[Record]:
+    """Run the suite that was asked for."""
+    if args.form == "host":
+        from deepinfer.bench.host import measure_host
+
+        return measure_host(args.repeat, tell=note)
+    config = engine_config(args)
+    resolve_model(args.model)
+    if args.form == "batching":
+        from deepinfer.bench.batching import measure_batching
+
+        return measure_batching(
+            args.model, config, args.repeat, args.requests, args.alone, tell=note
+        )
+    from deepinfer.bench.cpu import measure_cpu
+
+    return measure_cpu(args.model, config, args.repeat, tell=note)
