@@ -140,6 +140,11 @@ def test_fixed_planners() -> None:
     assert DraftPlanner(2, variable=True, curve=FLAT).choose([]) == Choice(2, None, True)
 
 
+def test_sequences_near_their_limit_have_fewer_drafts() -> None:
+    planner = DraftPlanner(3, variable=True, curve=FLAT)
+    assert planner.choose([(0.9, 0.9, 0.9), (0.8,)]).budget == 4
+
+
 def test_sequences_without_reports_count_with_the_mean() -> None:
     planner = DraftPlanner(2, variable=True, curve=FLAT)
     assert planner.choose([(), ()]) == Choice(2, 4, True)

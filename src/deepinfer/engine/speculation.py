@@ -468,9 +468,11 @@ class DraftPlanner:
 
     def _reach(self, confidences: Sequence[Sequence[float]]) -> Floats:
         """Return the survival of every draft [N, K], and follow its mean."""
-        none = (0.0,) * self.num_drafts
-        told = np.asarray([row or none for row in confidences], np.float64)
-        known = np.asarray([len(row) > 0 for row in confidences])
+        zeros = (0.0,) * self.num_drafts
+        # Near its limit a sequence has fewer drafts.
+        told = np.asarray([(*row, *zeros[len(row) :]) for row in confidences], np.float64)
+        lengths = np.asarray([len(row) for row in confidences])
+        known = lengths == self.num_drafts
         reach = np.asarray(np.cumprod(np.clip(told, 0.0, 1.0), axis=1), np.float64)
         num_known = int(known.sum())
         if num_known:
@@ -478,7 +480,7 @@ class DraftPlanner:
             share = min(0.5, num_known / 256) if self._has_mean else 1.0
             self._mean = (1 - share) * self._mean + share * now
             self._has_mean = True
-        reach[~known] = self._mean
+        reach[lengths == 0] = self._mean
         return reach
 
     def _while_off(self, num: int) -> Choice:
