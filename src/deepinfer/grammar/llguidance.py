@@ -17,6 +17,7 @@ from deepinfer.grammar.backend import (
     Program,
     Vocabulary,
 )
+from deepinfer.grammar.lexemes import lark_of_lexemes
 from deepinfer.grammar.nodes import inline, lark, rust_regex
 from deepinfer.grammar.regex import parse_regex
 from deepinfer.grammar.schema import PLACE, Loosened
@@ -178,7 +179,7 @@ def _source(program: Program) -> str:
         whole = inline(program.rules, "root", program.max_states)
         if whole is not None:
             return f"{_OPTIONS}start: /{rust_regex(whole)}/\n"
-        return _OPTIONS + lark(program.rules, "root")
+        return _OPTIONS + (lark_of_lexemes(program.rules, "root") or lark(program.rules, "root"))
     count = program.max_whitespace
     options = {
         "whitespace_flexible": count > 0,

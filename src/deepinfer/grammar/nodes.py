@@ -375,19 +375,30 @@ class Automaton:
 
     def matches(self, text: str) -> bool:
         """Tell whether the whole text belongs."""
-        current = self._closure({self._start})
+        states = self.start()
         for char in text:
-            code = ord(char)
-            following = {
-                target
-                for state in current
-                for ranges, target in (self._moves[state],)
-                if _holds(ranges, code)
-            }
-            if not following:
+            states = self.step(states, ord(char))
+            if not states:
                 return False
-            current = self._closure(following)
-        return self._final in current
+        return self.is_final(states)
+
+    def start(self) -> frozenset[int]:
+        """Return the states before the first character."""
+        return self._closure({self._start})
+
+    def step(self, states: frozenset[int], code: int) -> frozenset[int]:
+        """Return the states after a character."""
+        return self._closure(
+            {target for ranges, target in self.moves(states) if _holds(ranges, code)}
+        )
+
+    def moves(self, states: frozenset[int]) -> list[tuple[Ranges, int]]:
+        """Return what can be read in some states, and where it leads."""
+        return [self._moves[state] for state in states if self._moves[state][0]]
+
+    def is_final(self, states: frozenset[int]) -> bool:
+        """Tell whether the text may end in some states."""
+        return self._final in states
 
     def _state(self) -> int:
         self._moves.append(((), -1))
@@ -426,7 +437,7 @@ class Automaton:
                 self._jumps[start].append(end)
         return end
 
-    def _closure(self, states: set[int]) -> set[int]:
+    def _closure(self, states: set[int]) -> frozenset[int]:
         found = set(states)
         todo = list(states)
         while todo:
@@ -434,7 +445,7 @@ class Automaton:
                 if target not in found:
                     found.add(target)
                     todo.append(target)
-        return found
+        return frozenset(found)
 
 
 def _holds(ranges: Ranges, code: int) -> bool:
