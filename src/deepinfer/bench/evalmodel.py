@@ -38,6 +38,7 @@ Selection = Literal["indexer", "random", "all"]
 """Which compressed entries a row sees: the indexers' choice, as many at random, or all visible."""
 
 _BLOCK: Final = 128
+_MOST_TOKENS: Final = 2048
 _CHUNK: Final = 512
 _SEED: Final = 7
 
@@ -81,8 +82,8 @@ class EvalModel:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of one text."""
-        return self.config.max_position_embeddings
+        """Most tokens of one text: the model's positions, 2,048 of them at most."""
+        return min(self.config.max_position_embeddings, _MOST_TOKENS)
 
     def streams(self, num: int, max_tokens: int) -> Streams:
         """Return empty sequences of at most `max_tokens` each."""
@@ -97,7 +98,7 @@ class EvalModel:
         fed_in_all = len(token_ids) - 1
         if fed_in_all > self.max_tokens:
             raise RequestError(
-                f"a text of {fed_in_all} tokens is longer than the model's {self.max_tokens}"
+                f"a text of {fed_in_all} tokens is longer than the {self.max_tokens} at most"
             )
         streams = self.streams(1, fed_in_all)
         size = (self.config.num_hidden_layers, self.config.n_routed_experts)
