@@ -30,6 +30,7 @@ from deepinfer.cli.common import (
     tell,
 )
 from deepinfer.cli.output import visible
+from deepinfer.cli.shapes import add_shape_flags, shape_of
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 from deepinfer.dialog.chat import ChatCompletion, ChatOptions, check_options, default_max_tokens
 from deepinfer.engine.request import SamplingParams
@@ -86,6 +87,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         "--stop", action="append", metavar="TEXT", help="a text that ends an answer; repeatable"
     )
     sampling.add_argument("--stop-token-ids", type=parse_ids, metavar="IDS", help="ids that end it")
+    add_shape_flags(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
     add_settings(parser)
@@ -353,7 +355,8 @@ def _options(args: argparse.Namespace) -> ChatOptions:
     effort = int(given) if given is not None and given.isdecimal() else given
     thinking = args.thinking == "on" or (args.thinking == "auto" and args.model != DEMO_MODEL)
     tools = _read_tools(args.tools) if args.tools else []
-    options = ChatOptions(thinking=thinking, effort=effort, tools=tools)
+    structured = shape_of(args)
+    options = ChatOptions(thinking=thinking, effort=effort, tools=tools, structured=structured)
     try:
         check_options(options)
     except RequestError as error:

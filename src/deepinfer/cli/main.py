@@ -33,6 +33,7 @@ BROKEN_PIPE: Final = 141
 COMMANDS: Final[Mapping[str, str]] = {
     "generate": "continue prompts",
     "chat": "talk with a model",
+    "run": "answer a file of requests",
     "inspect": "print what a checkpoint holds",
     "synth": "write a random checkpoint",
     "trace": "write every value of a forward pass",
