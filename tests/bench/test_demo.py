@@ -16,9 +16,9 @@ def test_everything_is_shown(
     monkeypatch.setattr(demo, "_ANSWER", replace(demo._ANSWER, max_tokens=6))
     monkeypatch.setattr(demo, "_HELD_OUT", 1)
     monkeypatch.setattr(demo, "_PROMPT_TOKENS", 8)
-    monkeypatch.setattr(demo, "_DRAFTED_TOKENS", 8)
+    monkeypatch.setattr(demo, "_DRAFTED", replace(demo._DRAFTED, max_tokens=8))
     assert demo.main(["The whale "]) == 0
     shown = capsys.readouterr().out
     assert "\nThe whale " in shown and "\nUser: " in shown and "\nAssistant: " in shown
-    for part in ("tokens/s, one stream", "tokens accepted a block", "All of it: "):
+    for part in ("tokens/s, one stream", "tokens accepted a step", "All of it: "):
         assert part in shown

@@ -34,6 +34,7 @@ FIGURES = [
     figure("drafts", "mean accepted length", 2.7, source="natural"),
     figure("drafts", "acceptance", 0.8, source="natural", place=1),
     figure("drafts", "repeated 8-grams", 0.2, source="natural"),
+    figure("drafts", "mean accepted length, engine", 2.6, source="natural"),
     figure("drafts", "mean accepted length", 3.4, source="json"),
     figure("calibration", "expected calibration error", 0.04, source="all", place="all"),
     figure("calibration", "expected calibration error", 0.07, source="all", place=1),
@@ -84,7 +85,7 @@ def test_tables() -> None:
     assert "| json | 10 | 0.100 | - | - |" in text
     assert "| natural | 0.30 | 2.00 |" in text
     assert "| needle | 256 or more | 30 | 1.000 | 0.100 |" in text
-    assert "| natural | 10 | 2.70 | 0.80 | 0.20 |" in text
+    assert "| natural | 10 | 2.70 | 0.80 | 0.20 | 2.60 | - |" in text
     assert "| all | 10 | 0.040 | 0.070 |" in text
     assert "| valid | 10 | 0.750 |" in text
     assert all(line.startswith("| ") for line in text.splitlines() if line)

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from deepinfer.bench.evaldata import held_out_documents, pick
-from deepinfer.bench.evalmodel import EvalModel
-from deepinfer.bench.evaluate import cut, draft_along
-from deepinfer.config.engine import EngineConfig
-from deepinfer.config.load import DEMO_MODEL, resolve_model
+from deepinfer.bench.evaluate import cut
+from deepinfer.config.load import DEMO_MODEL
 from deepinfer.engine.request import SamplingParams
 from deepinfer.llm import LLM
 
@@ -27,7 +25,8 @@ _TEXT: Final = SamplingParams(temperature=0.7, top_p=0.95, seed=0, max_tokens=96
 _ANSWER: Final = SamplingParams(temperature=0, max_tokens=64)
 _HELD_OUT: Final = 8
 _PROMPT_TOKENS: Final = 128
-_DRAFTED_TOKENS: Final = 32
+_DRAFTED: Final = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+_DRAFTS: Final = 5
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,14 +49,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"\n\nChat (greedy):\n\nUser: {_QUESTION}\nAssistant: {reply.content}")
     speed = (len(done.token_ids) - 1) / (done.finish_s - done.ttft_s)
     print(f"\nSpeed of the text above: {speed:.1f} tokens/s, one stream, without drafts.")
-    model = EvalModel(resolve_model(DEMO_MODEL), EngineConfig())
-    documents = pick(held_out_documents(), _HELD_OUT, lambda d: f"{d.source}/{d.name}")
-    rows = [next(cut(document, model.tokenizer, _PROMPT_TOKENS)) for document in documents]
-    found = draft_along(model, [row.token_ids for row in rows], _DRAFTED_TOKENS)
-    lengths = [length for drafting, _ in found for length in drafting.lengths]
+    with LLM(DEMO_MODEL, device="cpu", config={"speculation.num_drafts": _DRAFTS}) as llm:
+        assert llm.tokenizer is not None
+        documents = pick(held_out_documents(), _HELD_OUT, lambda d: f"{d.source}/{d.name}")
+        rows = [next(cut(document, llm.tokenizer, _PROMPT_TOKENS)) for document in documents]
+        results = llm.generate([row.token_ids for row in rows], _DRAFTED)
+    tokens = sum(len(result.token_ids) - 1 for result in results)
+    steps = sum(result.num_steps - 1 for result in results)
     print(
-        f"Drafts: {sum(lengths) / len(lengths):.2f} tokens accepted a block, bonus included "
-        f"({len(lengths)} blocks behind {len(rows)} held-out texts, greedy)."
+        f"With {_DRAFTS} drafts a step: {tokens / max(steps, 1):.2f} tokens accepted a step, bonus "
+        f"included (greedy, behind {len(rows)} held-out texts)."
     )
     print(f"All of it: {time.perf_counter() - start:.1f} s. `deepinfer eval` measures more.")
     return 0

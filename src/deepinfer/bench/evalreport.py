@@ -196,9 +196,13 @@ def _drafts(figures: Sequence[Figure]) -> list[str]:
         repeated = find(figures, "drafts", "repeated 8-grams", source=source)
         count = 0 if length is None else length.count
         rows.append([source, str(count), _cell(length, ".2f"), *(_cell(f, ".2f") for f in kept)])
-        rows[-1].append(_cell(repeated, ".2f"))
+        engine = [
+            find(figures, "drafts", f"{name}, engine", source=source)
+            for name in ("mean accepted length", "same tokens")
+        ]
+        rows[-1] += [_cell(repeated, ".2f"), *(_cell(f, ".2f") for f in engine)]
     head = ["drafts", "blocks", "mean accepted length", *(f"draft {p}" for p in places)]
-    return _table([*head, "repeated 8-grams"], rows)
+    return _table([*head, "repeated 8-grams", "length in the engine", "same tokens"], rows)
 
 
 def _calibration(figures: Sequence[Figure]) -> list[str]:

@@ -146,8 +146,8 @@ class Evaluation:
         return self.score(self.rows(held_out_documents()), "held-out text")
 
     @cached_property
-    def drafted(self) -> dict[str, list[tuple[Drafting, list[int]]]]:
-        """Greedy continuations with drafts, by source: natural sources, then `json`."""
+    def draft_prompts(self) -> list[tuple[str, list[int]]]:
+        """Source and ids of what drafts are measured behind: natural sources, then `json`."""
         length = _PROMPT + 1
         rows = [
             row
@@ -161,7 +161,12 @@ class Evaluation:
                 [row for row in rows if row.source == source], self.capped(_PROMPTS_A_SOURCE)
             )
             prompts += [(source, list(row.token_ids[:length])) for row in chosen]
-        prompts += [("json", ids) for ids in self._json_prompts()]
+        return prompts + [("json", ids) for ids in self._json_prompts()]
+
+    @cached_property
+    def drafted(self) -> dict[str, list[tuple[Drafting, list[int]]]]:
+        """Greedy continuations with drafts, by source, by the model alone."""
+        prompts = self.draft_prompts
         self.tell(f"drafts: {len(prompts)} prompts, each continued by {_CONTINUED} tokens at most")
         found: dict[str, list[tuple[Drafting, list[int]]]] = {source: [] for source, _ in prompts}
         for first in range(0, len(prompts), _STREAMS):
@@ -364,7 +369,8 @@ def _by_part(run: Evaluation) -> dict[str, list[tuple[Drafting, list[int]]]]:
 
 def drafts(run: Evaluation) -> Iterator[Figure]:
     """Yield mean accepted lengths (counts are blocks), acceptance of each place given that all
-    before it held (counts are trials), and how much of the continuations repeats itself.
+    before it held (counts are trials), how much of the continuations repeats itself, and the mean
+    accepted lengths of the engine itself (counts are steps).
     """
     for source, pairs in _by_part(run).items():
         lengths = [length for drafting, _ in pairs for length in drafting.lengths]
@@ -397,6 +403,51 @@ def drafts(run: Evaluation) -> Iterator[Figure]:
             unit="share",
             value=float(np.mean([repeated_share(tokens) for _, tokens in pairs])),
             count=len(pairs),
+            labels=labels,
+        )
+
+    yield from _engine_drafts(run)
+
+
+def _engine_drafts(run: Evaluation) -> Iterator[Figure]:
+    """Draft behind the same prompts through the engine; its tokens must be those without drafts."""
+    size = run.model.config.dspark_block_size
+    settings = {"speculation.num_drafts": size, "speculation.variable": False}
+    config = run.model.engine.with_dotted(settings)
+    run.tell(f"drafts in the engine: {len(run.draft_prompts)} prompts")
+    params = SamplingParams(temperature=0, max_tokens=_CONTINUED)
+    with LLM(run.model.folder, device="cpu", config=config) as llm:
+        results = llm.generate([ids for _, ids in run.draft_prompts], params)
+    alone = {source: iter(pairs) for source, pairs in run.drafted.items()}
+    steps: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    equal: Counter[str] = Counter()
+    for (source, _), result in zip(run.draft_prompts, results, strict=True):
+        assert result.error is None, result.error
+        _, wanted = next(alone[source])
+        for group in {source, "json" if source == "json" else "natural"}:
+            steps[group] += result.num_steps - 1  # the first token is the prompt's step
+            tokens[group] += len(result.token_ids) - 1
+            equal[group] += list(result.token_ids) == wanted
+    counts = Counter(source for source, _ in run.draft_prompts)
+    counts["natural"] = counts.total() - counts["json"]
+    for source in _by_part(run):
+        labels = {"source": source}
+        if steps[source]:
+            yield Figure(
+                task="drafts",
+                name="mean accepted length, engine",
+                unit="tokens/step",
+                value=tokens[source] / steps[source],
+                count=steps[source],
+                labels=labels,
+            )
+        yield Figure(
+            task="drafts",
+            name="same tokens, engine",
+            unit="share",
+            value=equal[source] / max(counts[source], 1),
+            count=counts[source],
             labels=labels,
         )
 
