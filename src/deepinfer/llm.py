@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +39,7 @@ from deepinfer.dialog.chat import (
 )
 from deepinfer.engine.calibrate import make_drafter, make_planner
 from deepinfer.engine.drafting import check_speculation
+from deepinfer.engine.driver import EngineDriver
 from deepinfer.engine.executor import Executor, InProcessExecutor
 from deepinfer.engine.loop import EngineLoop, interrupt_after
 from deepinfer.engine.memory import plan_caches
@@ -55,6 +57,7 @@ from deepinfer.engine.scheduler import Limits, Scheduler
 from deepinfer.engine.shapes import Shapes
 from deepinfer.engine.sizing import Sizes
 from deepinfer.engine.state import SlotState
+from deepinfer.engine.stats import EngineStats
 from deepinfer.engine.text import TextStream
 from deepinfer.errors import ConfigError, RequestError, TokenizerError, UnsupportedError
 from deepinfer.grammar.report import Report
@@ -246,7 +249,13 @@ class LLM:
             planner=self.planner,
         )
         executor.start()
-        self._loop = EngineLoop(scheduler, executor, overlap=self.overlaps)
+        self._loop = EngineLoop(
+            scheduler,
+            executor,
+            overlap=self.overlaps,
+            log_interval_steps=config.log.interval_steps,
+        )
+        self._driver = EngineDriver()
         self._next_id = 0
         self._in_generate = False
         self._live: dict[int, SamplingParams] = {}
@@ -329,7 +338,9 @@ class LLM:
         entries = split_prompts(prompts)
         return self._stream(entries, match_params(sampling_params, len(entries)))
 
-    def _stream(self, entries: list[object], params: list[SamplingParams]) -> Iterator[Chunk]:
+    def _stream(
+        self, entries: list[object], params: list[SamplingParams]
+    ) -> Generator[Chunk, None, None]:
         loop = self._open_loop()
         mine: set[int] = set()
         try:
@@ -345,6 +356,29 @@ class LLM:
             for request_id in mine:
                 loop.cancel(request_id)
             loop.take_chunks(mine)
+
+    async def agenerate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> AsyncIterator[Chunk]:
+        """Complete every prompt, yielding what each step adds to each, without blocking the event
+        loop: `async for chunk in llm.agenerate(prompts): ...`, in a notebook too.
+
+        Any number of coroutines may run at once and share the engine's steps; the other calls are
+        refused meanwhile. The last chunk of a prompt carries its completion. Leaving early cancels
+        what is unfinished. Arguments and errors as in `generate`.
+        """
+        self._open_loop()
+        entries = split_prompts(prompts)
+        params = match_params(sampling_params, len(entries))
+        async with aclosing(self._driver.iterate(lambda: self._stream(entries, params))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def stats(self) -> EngineStats:
+        """Return what the engine has done and how it stands: queues, rates, times, caches."""
+        return self._open_loop().report()
 
     def chat(
         self,
@@ -429,6 +463,7 @@ class LLM:
             self._free_loop()
         loop, self._loop = self._loop, None
         if loop is not None:
+            self._driver.close()
             loop.stop()
             self._shapes.close()
 
@@ -457,6 +492,10 @@ class LLM:
             raise UnsupportedError(
                 "this LLM is inside generate: neither its progress callback nor another thread can "
                 "run or close it; build a second LLM for that"
+            )
+        if self._driver.holds:
+            raise UnsupportedError(
+                "this LLM is serving agenerate: leave its iterators first, or build a second LLM"
             )
         return loop
 

@@ -25,7 +25,7 @@ from deepinfer.engine.plan import StepPlan
 from deepinfer.engine.request import Chunk, Completion, Request
 from deepinfer.engine.scheduler import Scheduler
 from deepinfer.engine.snapshot import State
-from deepinfer.engine.stats import StatsRecorder
+from deepinfer.engine.stats import EngineStats, StatsRecorder
 from deepinfer.engine.text import TextStream
 
 __all__ = ["EngineLoop", "interrupt_after"]
@@ -69,7 +69,8 @@ def interrupt_after() -> Iterator[None]:
 class EngineLoop:
     """Drives one scheduler and one executor.
 
-    overlap  plan and launch the next step before the outcome of the last one is read
+    overlap             plan and launch the next step before the outcome of the last one is read
+    log_interval_steps  steps between two lines of statistics in the log, 0 = none
     Completions, also those of requests that could not start or were cancelled, come out exactly
     once: from `step` and `take_finished`, or inside the last chunk of a streamed request.
     """
@@ -80,10 +81,12 @@ class EngineLoop:
         executor: Executor,
         clock: Callable[[], float] = time.perf_counter,
         overlap: bool = False,
+        log_interval_steps: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.overlap = overlap
         self.stats = StatsRecorder()
+        self._log_interval_steps = log_interval_steps
         self._executor = executor
         self._clock = clock
         self._launched: deque[tuple[StepPlan, StepHandle]] = deque()
@@ -165,6 +168,17 @@ class EngineLoop:
             except StepFailed as error:
                 self._give_up(error)
 
+    def report(self) -> EngineStats:
+        """Return what the engine has done and how it stands."""
+        scheduler = self.scheduler
+        return self.stats.snapshot(
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_preemptions=scheduler.num_preemptions,
+            blocks_used=scheduler.num_blocks_used,
+            num_blocks=scheduler.num_blocks,
+        )
+
     def take_finished(self) -> list[Completion]:
         """Return the completions that no call of `step` has returned yet."""
         finished, self._finished = self._finished, []
@@ -219,6 +233,9 @@ class EngineLoop:
         self._take(self.scheduler.apply(result, begin_s))
         num_tokens = self.scheduler.num_generated - before
         self.stats.applied(plan, result, num_tokens, begin_s, self._clock() - begin_s)
+        interval = self._log_interval_steps
+        if interval and plan.step_id % interval == interval - 1 and _log.isEnabledFor(logging.INFO):
+            _log.info("%s", self.report())
 
     def _give_up(self, error: StepFailed) -> None:
         """Go on after a failed step."""

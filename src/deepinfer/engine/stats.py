@@ -55,6 +55,22 @@ class EngineStats:
         """Return the snapshot as plain values."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        line = (
+            f"step {self.num_steps}: {self.num_running} running, {self.num_waiting} waiting, "
+            f"{self.tokens_per_s:.1f} tokens/s, prompts {self.prompt_tokens_per_s:.1f} tokens/s, "
+            f"{self.rows_per_step:.1f} rows a step, device {1000 * self.device_s:.2f} ms, "
+            f"host {1000 * self.host_s:.2f} ms, busy {100 * self.device_busy:.0f} %, "
+            f"blocks {self.blocks_used}/{self.num_blocks}"
+        )
+        if self.num_verified_drafts:
+            share = self.num_accepted_drafts / self.num_verified_drafts
+            line += f", drafts accepted {100 * share:.0f} %"
+        if self.num_preemptions or self.num_failed_steps:
+            line += f", {self.num_preemptions} put back, {self.num_failed_steps} steps failed"
+        return line
+
 
 @dataclass(slots=True)
 class _Step:
