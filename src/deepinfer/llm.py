@@ -247,6 +247,7 @@ class LLM:
             SlotPool(sizes.num_slots),
             config.cache.tokens_per_block,
             planner=self.planner,
+            fill_rows=self._shapes.fill_rows,
         )
         executor.start()
         self._loop = EngineLoop(

@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from deepinfer.cache.blocks import BlockPool
 from deepinfer.cache.prefix import PrefixCache, PrefixHit, block_keys
 from deepinfer.cache.slots import SlotPool
 from deepinfer.engine.commit import Gate, commit
+from deepinfer.engine.masks import Constrained, FillRows, build_masks, fill_each
 from deepinfer.engine.plan import (
     FROM_SLOT,
     Admission,
@@ -128,8 +127,10 @@ class Scheduler:
         tokens_per_block: int,
         prefix: PrefixCache | None = None,
         planner: Planner | None = None,
+        fill_rows: FillRows = fill_each,
     ) -> None:
         self.limits = limits
+        self._fill_rows = fill_rows
         self._blocks = blocks
         self._slots = slots
         self._tokens_per_block = tokens_per_block
@@ -407,30 +408,13 @@ class Scheduler:
 
         Due after the outcome of every earlier step is applied.
         """
-        width = -(-self.limits.vocab_size // 32)
-        rows: list[tuple[int, int]] = []
-        bits: list[np.ndarray] = []
-        blank = np.zeros(width, np.uint32)
+        found: list[Constrained] = []
         for idx, row in enumerate(plan.rows):
             sequence = self._sequences.get(row.request_id)
             if sequence is None or sequence.matcher is None or not row.samples or sequence.stale:
                 continue
-            drafts = sequence.drafts[: row.num_drafts]
-            taken = 0
-            for place in range(len(drafts) + 1):
-                if sequence.matcher.fill(blank):
-                    rows.append((idx, place))
-                    bits.append(blank)
-                    blank = np.zeros(width, np.uint32)
-                if place < len(drafts):
-                    if not sequence.matcher.try_drafts(drafts[place : place + 1]):
-                        break  # what stands behind an illegal draft cannot be reached
-                    taken += 1
-                    if sequence.matcher.is_finished():
-                        break
-            if taken:
-                sequence.matcher.rollback(taken)
-        return Masks(tuple(rows), np.array(bits, np.uint32).reshape(len(rows), width))
+            found.append(Constrained(idx, sequence.matcher, sequence.drafts[: row.num_drafts]))
+        return build_masks(found, self.limits.vocab_size, self._fill_rows)
 
     def take_chunks(self) -> list[Chunk]:
         """Return what streamed requests gained since the last call."""

@@ -6,14 +6,20 @@ triggers into ids. Compiling and matching are `grammar`'s. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.config.engine import GrammarConfig
+from deepinfer.engine.commit import TokenMatcher
 from deepinfer.engine.request import SamplingParams
 from deepinfer.errors import RequestError
 from deepinfer.grammar.backend import Vocabulary
 from deepinfer.grammar.compiler import Gate, GrammarService
+from deepinfer.grammar.matcher import Matcher, fill_rows
 from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
 
@@ -78,6 +84,12 @@ class Shapes:
     def gate(self, shape: Structured, params: SamplingParams) -> Gate:
         """Begin to compile a resolved shape; return what its request waits for."""
         return self._service.gate(shape, (self._end_token_id, *params.stop_ids))
+
+    def fill_rows(
+        self, work: Sequence[tuple[TokenMatcher, int]], bits: NDArray[np.uint32]
+    ) -> None:
+        """Write what each matcher allows into the row that it names, all at once."""
+        fill_rows([(m, row) for m, row in work if isinstance(m, Matcher)], bits)
 
     def report(self, shape: Structured) -> Report:
         """Say what will be enforced of a shape; raises RequestError when it cannot be used."""
