@@ -92,7 +92,7 @@ def write_live(
         cache.scales[place] = part[:, width:]
         if cache.dense is not None and part.shape[0]:
             flat = place[0] * cache.codes.shape[1] + place[1]
-            cache.dense[place] = cache_load(replace(cache, dense=None), flat)
+            cache.keep(*place, cache_load(replace(cache, dense=None, twice=None), flat))
     for name, ring in _rings(caches).items():
         ring[places[name]] = parts[name].to(device)
 
@@ -101,8 +101,9 @@ def copy_slot(caches: Caches, source: int, target: int) -> None:
     """Copy all that a slot holds, decoded entries included."""
     caches.slots[target] = caches.slots[source]
     for cache in caches.windows:
-        if cache.dense is not None:
-            cache.dense[target] = cache.dense[source]
+        for copies in (cache.dense, cache.twice):
+            if copies is not None:
+                copies[target] = copies[source]
 
 
 def _paged(caches: Caches) -> dict[str, PagedCache]:

@@ -72,7 +72,8 @@ class Caches:
             _interleaved(_region(slots, ring), ring.length, layout.window_format)
             for ring in layout.windows
         )
-        rings, left = _with_dense(dict(enumerate(windows)), dequantized_bytes)
+        on_cpu = torch.device(device).type == "cpu"
+        rings, left = _with_dense(dict(enumerate(windows)), dequantized_bytes, twice=on_cpu)
         index, left = _with_dense(caches["index"], left)
         main, _ = _with_dense(caches["main"], left)
         tails = {
@@ -96,24 +97,27 @@ class Caches:
 
 
 def _with_dense(
-    caches: Mapping[int, PagedCache], budget: int
+    caches: Mapping[int, PagedCache], budget: int, twice: bool = False
 ) -> tuple[Mapping[int, PagedCache], int]:
-    """Give caches of one kind a decoded copy if the budget holds them; return what is left."""
-    sizes = [
+    """Give caches of one kind a decoded copy if the budget holds them; return what is left.
+
+    twice  keep each ring twice in a row, if the budget holds that too
+    """
+    size = sum(
         4 * c.dim * c.codes.shape[0] * c.codes.shape[1]
         for c in caches.values()
         if c.scales is not None
-    ]
-    if not sizes or sum(sizes) > budget:
+    )
+    if not size or size > budget:
         return caches, budget
-    dense = {
-        key: replace(
-            cache,
-            dense=_zeros((*cache.codes.shape[:2], cache.dim), torch.float32, cache.codes.device),
-        )
-        for key, cache in caches.items()
-    }
-    return dense, budget - sum(sizes)
+    twice = twice and 2 * size <= budget
+    dense: dict[int, PagedCache] = {}
+    for key, cache in caches.items():
+        blocks, entries = cache.codes.shape[:2]
+        shape = (blocks, (1 + twice) * entries, cache.dim)
+        copies = _zeros(shape, torch.float32, cache.codes.device)
+        dense[key] = replace(cache, dense=copies[:, :entries], twice=copies if twice else None)
+    return dense, budget - size * (1 + twice)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -24,6 +24,8 @@ class PagedCache:
     scales  [blocks, entries, bytes] uint8, None for "fp32"
     dense   [blocks, entries, D] fp32, the decoded entries, kept where memory allows: loading copies
             them instead of decoding
+    twice   [blocks, 2 * entries, D] fp32 of a ring: `dense`, its first half, and the same again, so
+            that any run of neighbours is one view
     Formats: window_fp8 = ACT8, main_fp4 = ACT4-E4, index_fp4 = ACT4-E8 (kernels/quantize).
     """
 
@@ -32,6 +34,14 @@ class PagedCache:
     format: CacheFormat
     dim: int
     dense: Tensor | None = None
+    twice: Tensor | None = None
+
+    def keep(self, block: Tensor, offset: Tensor, values: Tensor) -> None:
+        """Write decoded entries [n, D] at block [n] and offset [n], where copies are kept."""
+        if self.dense is not None:
+            self.dense[block, offset] = values
+        if self.twice is not None:
+            self.twice[block, offset + self.codes.shape[1]] = values
 
 
 def cache_store(

@@ -43,7 +43,7 @@ def cache_store(cache: PagedCache, values: Tensor, idx: Tensor) -> None:
     cache.codes[block, offset] = codes
     cache.scales[block, offset] = scales
     if cache.dense is not None:
-        cache.dense[block, offset] = _decode(cache, codes, scales)
+        cache.keep(block, offset, _decode(cache, codes, scales))
 
 
 def cache_load(cache: PagedCache, idx: Tensor) -> Tensor:
@@ -52,7 +52,10 @@ def cache_load(cache: PagedCache, idx: Tensor) -> Tensor:
     absent = idx < 0
     held = idx.clamp(min=0)
     dense = cache.codes if cache.scales is None else cache.dense
-    if dense is not None and dense.is_contiguous():
+    if cache.twice is not None:
+        place = held + held // entries * entries
+        values = cache.twice.view(-1, cache.dim).index_select(0, place)
+    elif dense is not None and dense.is_contiguous():
         values = dense.view(-1, cache.dim).index_select(0, held)
     else:
         block, offset = held // entries, held % entries

@@ -10,7 +10,7 @@ from torch import Tensor
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.rows import matmul_rows, sum_in_order
 
-_EPS: Final = 1e-20  # of the weights' sum; equals rms_norm_eps by accident
+EPS: Final = 1e-20  # of the weights' sum; equals rms_norm_eps by accident
 
 
 def route(
@@ -22,5 +22,5 @@ def route(
     order = (scores + bias).sort(dim=-1, descending=True, stable=True).indices
     chosen = order[:, :num_active]
     weights = scores.gather(1, chosen)
-    weights = weights / (sum_in_order(weights, 1).unsqueeze(1) + _EPS)
+    weights = weights / (sum_in_order(weights, 1).unsqueeze(1) + EPS)
     return chosen, weights * scaling

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import LayerConfig
+from deepinfer.kernels.attention.reference import SLOT_BLOCK
 from deepinfer.kernels.cache_io import PagedCache
+from deepinfer.kernels.rows import ROW_BLOCK
 from deepinfer.model.fast.compressor import compress_step
 from deepinfer.model.fast.indexer import gather_selected, select
 from deepinfer.model.fast.step import Pass, Rotation, Step
@@ -93,12 +95,15 @@ def store_window(step: Step, cache: PagedCache, kv: Tensor) -> None:
 def read_window(step: Step, cache: PagedCache, kv: Tensor) -> tuple[Tensor, Tensor]:
     """Store the rows' entries kv [T, D] and return what the rows see.
 
-    Decode: entries [T, W, D] and ring entries [T, W]; prefill: entries [N, D] and indices [T, W].
+    Decode: entries [T, W, D] and ring entries [T, W], or rings [N, D] and indices [T, W] where a
+    window can be read in place; prefill: entries [N, D] and indices [T, W].
     All fp32; absent slots are -1 in the second.
     """
     ops, inputs = step.ops, step.inputs
     if inputs.decode:
         ops.cache_store(cache, kv, inputs.window_store)
+        if cache.twice is not None and _reads_runs(step) and inputs.window_runs is not None:
+            return cache.twice.view(-1, cache.dim), inputs.window_runs
         slots = inputs.window_slots
         return ops.cache_load(cache, slots.flatten()).view(*slots.shape, cache.dim), slots
     history = ops.cache_load(cache, inputs.window_load)
@@ -110,3 +115,10 @@ def read_window(step: Step, cache: PagedCache, kv: Tensor) -> tuple[Tensor, Tens
         pieces.append(history[b * window : (b + 1) * window])
         pieces.append(new[inputs.cu_rows[b] : inputs.cu_rows[b + 1]])
     return torch.cat(pieces), inputs.window_slots
+
+
+def _reads_runs(step: Step) -> bool:
+    """Whether attention reads runs of entries in place, by the shapes it asks for."""
+    config = step.config
+    few = step.inputs.num_rows <= ROW_BLOCK
+    return few and config.num_attention_heads % 4 == 0 and config.sliding_window % SLOT_BLOCK == 0

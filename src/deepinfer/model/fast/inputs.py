@@ -107,6 +107,8 @@ class ModelInputs:
     window_load   [B*W] prefill: flat ring entries of the W positions before the step
     window_slots  [T, W] prefill: indices into each sequence's [W loaded | its rows], one after the
                   other; decode: flat ring entries
+    window_runs   [T, W] decode: the same in rings that are kept twice in a row, where each row's
+                  entries are neighbours
     window_save   rows and ring entries of other slots that also get their values: [n] and [n], None
                   without saves
     tail          look-back of the ratio-2 compressors, None without them
@@ -124,6 +126,7 @@ class ModelInputs:
     window_store: Tensor
     window_load: Tensor
     window_slots: Tensor
+    window_runs: Tensor | None
     window_save: tuple[Tensor, Tensor] | None
     ratios: Mapping[int, RatioInputs]
     tail: History | None
@@ -223,6 +226,8 @@ def _build(
     load = np.where(back >= floor[:, None], slots[:, None] * ring + back % ring, -1).ravel()
     if decode:
         window_slots = np.where(absent, -1, slots[row_seq][:, None] * ring + held % ring)
+        runs = slots[row_seq] * (2 * ring) + first % ring
+        window_runs = np.where(absent, -1, runs[:, None] + np.arange(window))
     else:
         into = held - starts[row_seq][:, None]  # below 0: loaded, else a row of this step
         origin = cu_rows[row_seq] + (row_seq + 1) * window  # of each sequence's first row
@@ -260,6 +265,7 @@ def _build(
         window_store=put(store),
         window_load=put(load),
         window_slots=put(window_slots),
+        window_runs=put(window_runs) if decode else None,
         window_save=(put(saved[0]), put(saved[1])) if saved[0].size else None,
         ratios=ratios,
         tail=history(1, layout.tails[0][1].length) if layout.tails else None,

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.kernels.expert_linear.fused import experts, fits
 from deepinfer.kernels.rows import sum_in_order
 from deepinfer.model.fast.step import Pass
 from deepinfer.model.fast.weights import MoeWeights
@@ -26,6 +27,18 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
     )
     step.note("route_idx", chosen.int())
     step.note("route_weight", weight)
+    if ops.choices["expert_linear"].name == "cpu" and fits(x, weights.w2, weights.shared_w2):
+        return experts(
+            x,
+            chosen,
+            weight,
+            weights.w1_w3,
+            weights.w2,
+            weights.shared_w1_w3,
+            weights.shared_w2,
+            config.swiglu_limit,
+            quantize,
+        )
     num_rows, num_experts = x.shape[0], weights.bias.shape[0]
     offsets, order, place = _sort_by_expert(chosen.cpu().numpy(), num_experts)
     device = x.device
