@@ -55,7 +55,7 @@ _CONTINUED: Final = 96
 _STREAMS: Final = 32
 _PROMPTS_A_SOURCE: Final = 16
 _JSON_PROMPTS: Final = 32
-_ANSWER_TOKENS: Final = 512
+_ANSWER_TOKENS: Final = 320
 # characters of filler, facts, cases
 _NEEDLES: Final = ((300, 2, 24), (1000, 4, 12), (2400, 8, 12), (4300, 8, 16))
 _COPIES: Final = ((16, 8), (48, 8), (96, 8), (192, 8))
