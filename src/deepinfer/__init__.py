@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from deepinfer.config.engine import EngineConfig
     from deepinfer.engine.request import Completion, Request, SamplingParams
+    from deepinfer.engine.snapshot import State
     from deepinfer.errors import DeepInferError
     from deepinfer.grammar.spec import Structured
     from deepinfer.llm import LLM
@@ -25,6 +26,7 @@ __all__ = [
     "EngineConfig",
     "Request",
     "SamplingParams",
+    "State",
     "Structured",
     "__version__",
 ]
@@ -36,6 +38,7 @@ _HOME = {
     "EngineConfig": "deepinfer.config.engine",
     "Request": "deepinfer.engine.request",
     "SamplingParams": "deepinfer.engine.request",
+    "State": "deepinfer.engine.snapshot",
     "Structured": "deepinfer.grammar.spec",
 }
 

@@ -12,13 +12,17 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 
 from deepinfer.cache.blocks import BlockPool
+from deepinfer.cache.live import live_shapes
+from deepinfer.cache.prefix import PrefixCache
 from deepinfer.cache.slots import SlotPool
 from deepinfer.cache.tensors import Caches
 from deepinfer.chat.messages import MessageLike, ResponseFormat, Tool
@@ -37,6 +41,7 @@ from deepinfer.dialog.chat import (
     make_turns,
     stream_answers,
 )
+from deepinfer.engine.commit import Gate
 from deepinfer.engine.calibrate import make_drafter, make_planner
 from deepinfer.engine.drafting import check_speculation
 from deepinfer.engine.driver import EngineDriver
@@ -51,19 +56,28 @@ from deepinfer.engine.prompts import (
     match_params,
     split_prompts,
 )
+from deepinfer.engine.replay import keep_tokens
 from deepinfer.engine.request import Chunk, Completion, FinishReason, Request, SamplingParams
 from deepinfer.engine.runner import Runner
 from deepinfer.engine.scheduler import Limits, Scheduler
 from deepinfer.engine.shapes import Shapes
 from deepinfer.engine.sizing import Sizes
+from deepinfer.engine.snapshot import ResumedGate, State, fingerprint, mismatches
 from deepinfer.engine.state import SlotState
 from deepinfer.engine.stats import EngineStats
 from deepinfer.engine.text import TextStream
-from deepinfer.errors import ConfigError, RequestError, TokenizerError, UnsupportedError
+from deepinfer.errors import (
+    ConfigError,
+    RequestError,
+    StateError,
+    TokenizerError,
+    UnsupportedError,
+)
 from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
-from deepinfer.model.fast.model import FastModel
+from deepinfer.model.fast.model import FastModel, resolve_numerics
 from deepinfer.sampling.sampler import Sampler
+from deepinfer.weights.fingerprint import weights_digest
 from deepinfer.weights.load import check_steering, find_nonfinite
 from deepinfer.weights.reader import Checkpoint
 
@@ -173,6 +187,7 @@ class LLM:
     def _build_runner(self) -> tuple[Runner, Sizes]:
         config, model_config = self.config, self.model_config
         device = self.device.torch_device
+        keep_tokens(config, model_config)  # refuses what replay cannot do, before weights load
         check_speculation(config.speculation, model_config)
         banned = config.sampling.banned_token_ids
         outside = [i for i in banned if i >= model_config.vocab_size]
@@ -204,6 +219,7 @@ class LLM:
             on_cpu=device.type == "cpu",
         )
         layout, sizes = plan.layout, plan.sizes
+        self._layout = layout
         caches = Caches.allocate(
             layout,
             sizes.num_blocks,
@@ -222,6 +238,7 @@ class LLM:
             device,
             make_drafter(config, model, sampler, state),
             find_bad_weight=lambda: _name_nonfinite(checkpoint),
+            replay=config.replay.mode,
         )
         self.planner = make_planner(
             config, runner, sizes.num_blocks, self.path, self.device.capability.name
@@ -240,14 +257,22 @@ class LLM:
             fixed_chunks=config.numerics.batch_invariant,
             reserve=config.numerics.batch_invariant,
             vocab_size=self.model_config.vocab_size,
+            keep_tokens=keep_tokens(self.config, self.model_config),
         )
+        blocks = BlockPool(sizes.num_blocks)
+        num_slots = sizes.num_slots - sizes.num_checkpoints
+        tokens_per_block = config.cache.tokens_per_block
+        prefix = None
+        if config.cache.prefix:
+            checkpoints = range(num_slots, sizes.num_slots)
+            prefix = PrefixCache(blocks, tokens_per_block, checkpoints)
         scheduler = Scheduler(
             limits,
-            BlockPool(sizes.num_blocks),
-            SlotPool(sizes.num_slots),
-            config.cache.tokens_per_block,
-            planner=self.planner,
-            fill_rows=self._shapes.fill_rows,
+            blocks,
+            SlotPool(num_slots),
+            tokens_per_block,
+            prefix,
+            self.planner,
         )
         executor.start()
         self._loop = EngineLoop(
@@ -442,6 +467,78 @@ class LLM:
         (params,) = match_params(sampling_params, 1)
         return self._submit(0, prompt, params, streams=False)
 
+    def snapshot(self, request_id: int) -> State:
+        """Return a submitted request as it stands, to be saved or gone on with; it keeps running.
+
+        What a step in flight brings is taken first. Raises RequestError when the request has ended,
+        is unknown, or has logits processors.
+        """
+        loop = self._free_loop()
+        loop.flush()
+        live = loop.scheduler.live(request_id)
+        if live is None:
+            raise RequestError(
+                f"request {request_id} is not running: it has ended, or no call of submit or "
+                "stream returned this id"
+            )
+        params = live.request.params
+        if params.processor_factories:
+            raise RequestError("a state cannot hold logits_processors: they are code, not data")
+        num_computed, parts = 0, {}
+        if live.saved is not None:
+            num_computed, parts = live.saved.num_computed, dict(live.saved.parts)
+        elif live.slot and live.num_computed:
+            num_computed = live.num_computed
+            parts = loop.executor.read_caches(live.slot, live.blocks, num_computed)
+        return State(
+            prompt_token_ids=live.request.prompt_token_ids,
+            token_ids=tuple(live.token_ids[live.num_prompt_tokens :]),
+            params=replace(params, n=1),
+            seed=live.request.seed,
+            num_computed=num_computed,
+            logprobs=None if live.logprobs is None else tuple(live.logprobs),
+            top_logprobs=None if live.top_logprobs is None else tuple(live.top_logprobs),
+            prompt_logprobs=None if live.prompt_logprobs is None else tuple(live.prompt_logprobs),
+            parts=parts,
+            fingerprint=self.fingerprint,
+        )
+
+    def resume(self, state: State) -> int:
+        """Go on with a request that `snapshot` took, here or elsewhere; return its request id.
+
+        Its completion comes out of `step` and holds all tokens, those before the snapshot too. They
+        are the ones that the uninterrupted request has. Raises StateError when weights, config or
+        arithmetic differ, saying which, and RequestError when the state does not fit.
+        """
+        self._open_loop()
+        if not isinstance(state, State):
+            raise RequestError(f"resume takes a State, not {type(state).__name__}")
+        problems = mismatches(state.fingerprint, self.fingerprint)
+        if problems:
+            raise StateError("the state does not belong to this engine", problems)
+        shapes = live_shapes(self._layout, state.num_computed) if state.num_computed else {}
+        found = {name: tuple(part.shape) for name, part in state.parts.items()}
+        if found != {name: shape for name, (_, shape) in shapes.items()}:
+            raise StateError("the state's caches do not have the shapes of this model")
+        if state.num_tokens > self.max_model_len:
+            raise RequestError(
+                f"the state has {state.num_tokens} tokens, the limit here is {self.max_model_len}: "
+                "raise scheduling.max_model_len"
+            )
+        prompt = np.asarray(state.prompt_token_ids, dtype=np.int64)
+        return self._submit(0, prompt, state.params, streams=False, state=state)
+
+    @cached_property
+    def fingerprint(self) -> Mapping[str, str]:
+        """What two engines must have in common to go on with each other's requests."""
+        return fingerprint(
+            self.config,
+            self.model_config,
+            weights=weights_digest(Checkpoint.open(self.path)),
+            numerics=str(resolve_numerics(self.config.numerics, self.device.torch_device)),
+            keep_tokens=keep_tokens(self.config, self.model_config),
+        )
+
     def step(self) -> list[Completion]:
         """Run one step over everything submitted; return what has finished since the last call."""
         loop = self._free_loop()
@@ -500,7 +597,14 @@ class LLM:
             )
         return loop
 
-    def _submit(self, index: int, prompt: object, params: SamplingParams, streams: bool) -> int:
+    def _submit(
+        self,
+        index: int,
+        prompt: object,
+        params: SamplingParams,
+        streams: bool,
+        state: State | None = None,
+    ) -> int:
         loop = self._open_loop()
         request_id = self._next_id
         self._next_id += 1
@@ -519,12 +623,13 @@ class LLM:
             )
             loop.reject(completion, streams)
             return request_id
+        seed = secrets.randbits(64) if params.seed is None else params.seed
         request = Request(
             request_id=request_id,
             index=index,
             prompt_token_ids=ids,
             params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            seed=seed if state is None else state.seed,
             streams=streams,
             arrival_s=loop.now_s(),
         )
@@ -532,9 +637,14 @@ class LLM:
         shape = self._shapes.resolve(params)
         if self.tokenizer is not None and (params.stop_strings or streams or shape is not None):
             text = TextStream(self.tokenizer.stream(), params.stop_strings, params.min_tokens)
+            for token_id in () if state is None else state.token_ids:
+                text.push(token_id)
         if not streams:
             self._live[request_id] = params
-        loop.submit(request, text, None if shape is None else self._shapes.gate(shape, params))
+        gate: Gate | None = None if shape is None else self._shapes.gate(shape, params)
+        if gate is not None and state is not None:
+            gate = ResumedGate(gate, state.token_ids)
+        loop.submit(request, text, gate, state)
         return request_id
 
     def _problems(self, params: SamplingParams) -> list[str]:
@@ -545,6 +655,11 @@ class LLM:
             self._shapes.resolve(params)
         except RequestError as error:
             problems.append(str(error))
+        if params.prompt_logprobs and self.config.replay.mode != "off":
+            problems.append(
+                "prompt_logprobs cannot be had under bounded replay, which computes the last tokens "
+                "of a prompt only: leave them away, or set replay.mode to off"
+            )
         if params.stop_strings and self.tokenizer is None:
             problems.append("stop strings need the checkpoint's tokenizer.json: use stop_token_ids")
         never = set(self.config.sampling.banned_token_ids)

@@ -39,8 +39,6 @@ Value = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
 # key -> (the one value that works in this version, what the others wait for). Building a feature
 # deletes its row.
 _NOT_BUILT: Final[Mapping[str, tuple[Value, str]]] = {
-    "cache.prefix": (False, "prefix reuse"),
-    "replay.mode": ("off", "bounded replay"),
     "parallel.data": (1, "data parallelism"),
     "parallel.context": (1, "context parallelism"),
     "parallel.expert": (1, "expert parallelism"),
@@ -233,7 +231,8 @@ class SchedulingConfig(_Group):
         default="auto", metadata=_about("most prompt tokens computed in one step", 1)
     )
     max_model_len: int | Literal["auto"] = field(
-        default="auto", metadata=_about("most tokens of a sequence that are fed: all but its last", 1)
+        default="auto",
+        metadata=_about("most tokens of a sequence that are fed: all but its last", 1),
     )
     chunk_size: int | Literal["auto"] = field(
         default="auto", metadata=_about("most tokens of one prompt computed in one step", 1)

@@ -205,8 +205,8 @@ class Scheduler:
     ) -> Completion | None:
         """Queue a request; return its completion at once when it can never run.
 
-        text  follows the request's tokens; needed for stop strings and streamed text
-        gate  what it waits for before it is queued
+        text   follows the request's tokens; needed for stop strings and streamed text
+        gate   what it waits for before it is queued
         state  a saved request that goes on: the same prompt and parameters
         """
         request_id = request.request_id
@@ -219,6 +219,8 @@ class Scheduler:
             eos_token_id=limits.eos_token_id,
             max_model_len=limits.max_model_len,
         )
+        if state is not None:
+            sequence.go_on_from(state)
         self._num_added += 1
         problem = self._never_fits(request)
         if problem is not None:

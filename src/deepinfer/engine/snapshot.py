@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
@@ -22,11 +22,12 @@ from safetensors.numpy import save_file
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.model import ModelConfig
+from deepinfer.engine.commit import Gate, TokenMatcher
 from deepinfer.engine.request import SamplingParams
 from deepinfer.errors import DeepInferError, RequestError, StateError
 from deepinfer.grammar.spec import Structured
 
-__all__ = ["State", "fingerprint", "mismatches"]
+__all__ = ["ResumedGate", "State", "fingerprint", "mismatches"]
 
 _FORMAT: Final = "deepinfer-state-1"
 _TELLS: Final[Mapping[str, str]] = {
@@ -161,6 +162,24 @@ class State:
         except DeepInferError as error:
             raise StateError(f"the state's parameters cannot be used: {error}") from error
         return cls(parts=parts, **got)  # type: ignore[arg-type]  # written by `save`, under a digest
+
+
+class ResumedGate:
+    """A gate whose grammar first takes what a saved request has generated."""
+
+    def __init__(self, gate: Gate, token_ids: Sequence[int]) -> None:
+        self._gate = gate
+        self._token_ids = token_ids
+
+    def poll(self) -> TokenMatcher | str | None:
+        """Return the matcher behind the tokens, an error, or None to go on waiting."""
+        found = self._gate.poll()
+        if found is None or isinstance(found, str):
+            return found
+        for token_id in self._token_ids:
+            if not found.accept(token_id):
+                return f"the grammar refuses token {token_id} of the saved request"
+        return found
 
 
 def _digest(about: str, parts: Mapping[str, _Array]) -> str:
