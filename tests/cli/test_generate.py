@@ -367,7 +367,11 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     assert "1/4 finished, 2 failed, 50 tokens" in told
     meter.close()
     if is_terminal:
-        assert told.startswith("\r[#######...") and "\r[" + "#" * 22 + "." in told and "\n" not in stream.getvalue()
+        assert (
+            told.startswith("\r[#######...")
+            and "\r[" + "#" * 22 + "." in told
+            and "\n" not in stream.getvalue()
+        )
         assert stream.getvalue().endswith(" \r")
     else:
         assert stream.getvalue() == told and told.endswith("\n")
