@@ -32,6 +32,11 @@ PURE = [
     "deepinfer.dialog.chat",
     "deepinfer.cli.main",
     "deepinfer.cli.inspect",
+    "deepinfer.bench.measures",
+    "deepinfer.bench.tasks",
+    "deepinfer.bench.evaldata",
+    "deepinfer.bench.evalreport",
+    "deepinfer.cli.eval",
 ]
 # package -> the places that may import it
 CONFINED = {
@@ -42,6 +47,7 @@ CONFINED = {
     "deepseek_recipe": ("chat/",),
     "ray": ("cluster/ray.py",),
     "matplotlib": ("bench/plot.py",),
+    "pyppmd": ("bench/evaluate.py",),
 }
 BLOCKED = """
 import importlib, sys
