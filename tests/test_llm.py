@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -263,6 +264,30 @@ def test_interrupt_keeps_what_is_finished(llm: ToyLLM) -> None:
     assert results[1].token_ids and results[1].error is None
     assert list(results[1].token_ids) == expected([6], params[1])[: len(results[1].token_ids)]
     assert steps == 5 + llm.overlaps, "a step was launched after the interrupt"
+    llm.runner.hook = lambda plan: None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert list(llm.generate([5], PARAMS)[0].token_ids) == expected([5], PARAMS)
+
+
+def test_a_second_interrupt_breaks_in_at_once(llm: ToyLLM) -> None:
+    steps = 0
+
+    def press(plan: StepPlan) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(0.2)
+
+    llm.runner.hook = press
+    long = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
+    with pytest.raises(Interrupted) as caught:
+        llm.generate([[5], [6], [7], [8]], long)
+    results = caught.value.completions
+    assert [r.finish_reason for r in results] == ["abort"] * 4
+    assert steps <= 5
     llm.runner.hook = lambda plan: None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert list(llm.generate([5], PARAMS)[0].token_ids) == expected([5], PARAMS)

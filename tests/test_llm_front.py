@@ -35,7 +35,7 @@ async def collect(llm: LLM, prompts: list[list[int]], params: SamplingParams) ->
     """Everything that one iterator gives, checked for adding up."""
     tokens: dict[int, list[int]] = {}
     done: dict[int, Completion] = {}
-    async for chunk in llm.agenerate(prompts, params):  # type: ignore[arg-type]
+    async for chunk in llm.agenerate(prompts, params):
         tokens.setdefault(chunk.index, []).extend(chunk.token_ids)
         if chunk.completion is not None:
             done[chunk.index] = chunk.completion
@@ -239,7 +239,8 @@ def test_a_soak_of_the_model() -> None:
     """1,000 requests on the packaged checkpoint with random aborts."""
     rng = random.Random(8)
     with LLM("golden", device="cpu", config={"scheduling.max_num_seqs": 16}) as llm:
-        submitted, done, live = 0, 0, []
+        submitted, done = 0, 0
+        live: list[int] = []
         sizes: list[int] = []
         while submitted < 1000 or llm.has_work:
             if submitted < 1000 and len(live) < 40:

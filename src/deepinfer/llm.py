@@ -339,7 +339,10 @@ class LLM:
             interrupted = True
         finally:
             self._in_generate = False
-            loop.flush()
+            try:
+                loop.flush()
+            except KeyboardInterrupt:  # not even this step is waited for
+                interrupted = True
             for request_id in range(first_id, self._next_id):
                 loop.cancel(request_id)
             self._collect(loop.take_finished(), first_id, done)

@@ -167,6 +167,9 @@ class EngineLoop:
                     self._apply_first()
             except StepFailed as error:
                 self._give_up(error)
+            except BaseException as error:
+                self._abandon(f"interrupted: {type(error).__name__}: {error}", retry=False)
+                raise
 
     def report(self) -> EngineStats:
         """Return what the engine has done and how it stands."""

@@ -372,7 +372,7 @@ class Scheduler:
         Their cache contents are in an unknown state; other requests are untouched.
 
         retry    requests that failed in company are put back and tried again alone, each once;
-                 otherwise all that the steps name end
+                 otherwise all that the steps name end with `abort`
         smaller  prefill steps take half as much for a while; what failed in one may try again
                  until they cannot shrink
         """
@@ -400,7 +400,9 @@ class Scheduler:
                 if sequence.slot:
                     self._put_back(sequence)
                 continue
-            sequence.finish(FinishReason.ENGINE_ERROR, now_s, error)
+            sequence.finish(
+                FinishReason.ENGINE_ERROR if retry else FinishReason.ABORT, now_s, error
+            )
             self._retire(sequence)
             completions.append(self._report(sequence))
         return completions[::-1]
