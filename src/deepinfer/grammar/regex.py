@@ -86,8 +86,10 @@ def parse_regex(pattern: str, *, whole: bool = True, ecma: bool = False) -> Node
     except re.error as error:
         place = "" if error.pos is None else f" at character {error.pos}"
         raise PatternError(f"{error.msg}{place}") from None
-    except (OverflowError, RecursionError) as error:
+    except OverflowError as error:
         raise PatternError(f"too large: {error}") from None
+    except RecursionError:
+        raise PatternError("nested too deeply") from None
     try:
         node = _Reader(ecma).sequence(parsed, parsed.state.flags, 0)
         parts = [
