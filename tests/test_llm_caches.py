@@ -267,3 +267,60 @@ def test_replay_states(tmp_path: Path) -> None:
             engine.cancel(request)
             with llm(replay__mode="mask") as other:
                 assert outcome([finish(other, other.resume(state))]) == outcome([whole]), steps
+
+
+# All of it with drafts, and with grammars
+
+
+def test_drafts_change_nothing(without: list[tuple[object, ...]], tmp_path: Path) -> None:
+    """Draft keys come along with prefixes and saved requests: the same tokens and drafts."""
+    settings = {"speculation__num_drafts": 3, "speculation__variable": False}
+    with llm(cache__prefix=True, scheduling__chunk_size=50, **settings) as engine:
+        first = engine.generate(PROMPTS, PARAMS)
+        again = engine.generate(PROMPTS, PARAMS)
+        assert hits(engine)[0] > 0
+        request = engine.submit(ids(30, 140), GREEDY)
+        for _ in range(5):
+            engine.step()
+        state = engine.snapshot(request)
+        whole = finish(engine, request)
+        resumed = finish(engine, engine.resume(state))
+    assert outcome(first) == outcome(again) == without
+    assert outcome([resumed]) == outcome([whole])
+    with llm(**settings) as plain:
+        alone = [
+            plain.generate([p], [params])[0] for p, params in zip(PROMPTS, PARAMS, strict=True)
+        ]
+    counts = [c.num_draft_accepted for c in alone]
+    assert counts == [c.num_draft_accepted for c in first]  # the drafts are the same, too
+    assert counts == [c.num_draft_accepted for c in again]
+
+
+def test_replay_with_drafts() -> None:
+    """Whether drafts are on or off, kept rows are the same ones."""
+    found = []
+    for drafts, mode in ((0, "mask"), (4, "compact"), (2, "mask")):
+        with llm(replay__mode=mode, speculation__num_drafts=drafts) as engine:
+            found.append(outcome(engine.generate(LONG, PARAMS[:3])))
+    assert all(one == found[0] for one in found)
+
+
+def test_a_grammar_goes_on(tmp_path: Path) -> None:
+    """A saved request keeps its place in its grammar; reuse and replay leave it alone."""
+    pytest.importorskip("llguidance")
+    params = SamplingParams(
+        temperature=0.9, seed=1, max_tokens=12, structured={"regex": "[a-d]{3}-[0-9]{6}"}
+    )
+    prompt = ids(80, 150)
+    with llm(cache__prefix=True) as engine:
+        whole = engine.generate([prompt], params)[0]
+        assert whole.error is None and whole.text is not None
+        assert outcome(engine.generate([prompt], params)) == outcome([whole])
+        request = engine.submit(prompt, params)
+        while not engine.snapshot(request).token_ids[3:]:
+            engine.step()
+        engine.snapshot(request).save(tmp_path / "state")
+        engine.cancel(request)
+    with llm() as other:
+        resumed = finish(other, other.resume(State.load(tmp_path / "state")))
+        assert outcome([resumed]) == outcome([whole])
