@@ -76,6 +76,7 @@ from deepinfer.errors import (
 from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
 from deepinfer.model.fast.model import FastModel, resolve_numerics
+from deepinfer.sampling.rng import derive_seed
 from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.fingerprint import weights_digest
 from deepinfer.weights.load import check_steering, find_nonfinite
@@ -135,6 +136,24 @@ def _name_nonfinite(checkpoint: Checkpoint) -> str | None:
         return None
     names = find_nonfinite(checkpoint, limit=3)
     return f"{', '.join(names)} holds NaN or infinity" if names else None
+
+
+_Task = tuple[int, object, SamplingParams, int]
+"""Index of a prompt, the prompt, its parameters for one sample, index of the sample."""
+
+
+def _samples(entries: Sequence[object], params: Sequence[SamplingParams]) -> list[_Task]:
+    """Return a task for every sample of every prompt, with seeds of their own."""
+    tasks: list[_Task] = []
+    for index, (prompt, asked) in enumerate(zip(entries, params, strict=True)):
+        if asked.n == 1:
+            tasks.append((index, prompt, asked, 0))
+            continue
+        seed = secrets.randbits(64) if asked.seed is None else asked.seed
+        for sample in range(asked.n):
+            one = replace(asked, n=1, seed=derive_seed(seed, sample))
+            tasks.append((index, prompt, one, sample))
+    return tasks
 
 
 class LLM:
@@ -306,7 +325,8 @@ class LLM:
         *,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[Completion]:
-        """Complete every prompt and return one Completion per input, in input order.
+        """Complete every prompt and return one Completion per input, in input order; with
+        `SamplingParams(n=...)` above 1, n of them, one after the other (`sample_index` 0..n-1).
 
         prompts          a text, a run of token ids, or a list of these (lists or integer arrays)
         sampling_params  one for all, or one for each; one `seed` is kept for each, no seed draws a
@@ -317,23 +337,23 @@ class LLM:
         """
         loop = self._free_loop()
         entries = split_prompts(prompts)
-        params = match_params(sampling_params, len(entries))
+        tasks = _samples(entries, match_params(sampling_params, len(entries)))
         first_id = self._next_id
         done: dict[int, Completion] = {}
         interrupted = False
         start_tokens = loop.scheduler.num_generated
         self._in_generate = True
         try:
-            for index, prompt in enumerate(entries):
-                self._submit(index, prompt, params[index], streams=False)
-            while len(done) < len(entries):
+            for task in tasks:
+                self._submit(*task, streams=False)
+            while len(done) < len(tasks):
                 with interrupt_after():
                     self._collect(loop.step(), first_id, done)
                     num_tokens = loop.scheduler.num_generated - start_tokens
                     if progress is not None:
                         failed = sum(result.error is not None for result in done.values())
                         finished = len(done) - failed
-                        state = Progress(finished, len(entries), num_tokens, failed)
+                        state = Progress(finished, len(tasks), num_tokens, failed)
                         self._tell(progress, state)
         except KeyboardInterrupt:
             interrupted = True
@@ -346,10 +366,13 @@ class LLM:
             for request_id in range(first_id, self._next_id):
                 loop.cancel(request_id)
             self._collect(loop.take_finished(), first_id, done)
-        results = [done.get(first_id + index) for index in range(len(entries))]
+        results = [done.get(first_id + place) for place in range(len(tasks))]
         if interrupted:
             raise Interrupted(
-                [r or self._never_started(i) for i, r in enumerate(results)]
+                [
+                    result or self._never_started(task[0], task[3])
+                    for task, result in zip(tasks, results, strict=True)
+                ]
             ) from None
         return [result for result in results if result is not None]
 
@@ -365,16 +388,14 @@ class LLM:
         """
         self._open_loop()
         entries = split_prompts(prompts)
-        return self._stream(entries, match_params(sampling_params, len(entries)))
+        return self._stream(_samples(entries, match_params(sampling_params, len(entries))))
 
-    def _stream(
-        self, entries: list[object], params: list[SamplingParams]
-    ) -> Generator[Chunk, None, None]:
+    def _stream(self, tasks: list[_Task]) -> Generator[Chunk, None, None]:
         loop = self._open_loop()
         mine: set[int] = set()
         try:
-            for index, prompt in enumerate(entries):
-                mine.add(self._submit(index, prompt, params[index], streams=True))
+            for task in tasks:
+                mine.add(self._submit(*task, streams=True))
             while mine:
                 self._outbox += self._texts(self._free_loop().step())
                 for chunk in loop.take_chunks(frozenset(mine)):
@@ -400,8 +421,8 @@ class LLM:
         """
         self._open_loop()
         entries = split_prompts(prompts)
-        params = match_params(sampling_params, len(entries))
-        async with aclosing(self._driver.iterate(lambda: self._stream(entries, params))) as chunks:
+        tasks = _samples(entries, match_params(sampling_params, len(entries)))
+        async with aclosing(self._driver.iterate(lambda: self._stream(tasks))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -468,6 +489,11 @@ class LLM:
         """
         self._open_loop()
         (params,) = match_params(sampling_params, 1)
+        if params.n > 1:
+            raise RequestError(
+                f"submit takes one sample at a time, not n={params.n}: call it once for each, with "
+                "a seed for each"
+            )
         return self._submit(0, prompt, params, streams=False)
 
     def snapshot(self, request_id: int) -> State:
@@ -605,6 +631,8 @@ class LLM:
         index: int,
         prompt: object,
         params: SamplingParams,
+        sample_index: int = 0,
+        *,
         streams: bool,
         state: State | None = None,
     ) -> int:
@@ -618,6 +646,7 @@ class LLM:
             errors = [ids.error, *problems] if isinstance(ids, BadPrompt) else problems
             completion = Completion(
                 index=index,
+                sample_index=sample_index,
                 request_id=request_id,
                 prompt_token_ids=ids.token_ids if isinstance(ids, BadPrompt) else ids,
                 text=None if self.tokenizer is None else "",
@@ -630,6 +659,7 @@ class LLM:
         request = Request(
             request_id=request_id,
             index=index,
+            sample_index=sample_index,
             prompt_token_ids=ids,
             params=params,
             seed=seed if state is None else state.seed,
@@ -701,9 +731,10 @@ class LLM:
         except Exception:
             _log.exception("the progress callback failed")
 
-    def _never_started(self, index: int) -> Completion:
+    def _never_started(self, index: int, sample_index: int) -> Completion:
         return Completion(
             index=index,
+            sample_index=sample_index,
             request_id=-1,
             prompt_token_ids=(),
             text=None if self.tokenizer is None else "",

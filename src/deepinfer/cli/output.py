@@ -44,7 +44,8 @@ def print_results(results: Sequence[Completion], as_json: bool, params: Sampling
             text = ",".join(map(str, result.token_ids))
         elif sys.stdout.isatty():
             text = text.translate(_VISIBLE)
-        print(f"[{result.index}] {text}" if len(results) > 1 else text)
+        name = f"{result.index}.{result.sample_index}" if params.n > 1 else f"{result.index}"
+        print(f"[{name}] {text}" if len(results) > 1 else text)
         if result.logprobs is not None:
             print(_logprob_lines(result))
     sys.stdout.flush()
@@ -54,6 +55,7 @@ def _as_object(result: Completion, params: SamplingParams) -> dict[str, object]:
     """Return what `--json` prints of one result."""
     found: dict[str, object] = {
         "index": result.index,
+        "sample_index": result.sample_index,
         "prompt_token_ids": list(result.prompt_token_ids),
         "token_ids": list(result.token_ids),
         "text": result.text,
@@ -65,6 +67,17 @@ def _as_object(result: Completion, params: SamplingParams) -> dict[str, object]:
     if params.top_logprobs:
         top = result.top_logprobs
         found["top_logprobs"] = None if top is None else [[list(p) for p in step] for step in top]
+    if params.prompt_logprobs:
+        scores = result.prompt_logprobs
+        found["prompt_logprobs"] = None if scores is None else list(scores)
+    if result.num_draft_proposed or result.num_draft_verified:
+        found["drafts"] = {
+            "proposed": result.num_draft_proposed,
+            "verified": result.num_draft_verified,
+            "accepted": result.num_draft_accepted,
+            "steps": result.num_steps,
+            "mean_accepted_length": len(result.token_ids) / max(1, result.num_steps),
+        }
     found["timings"] = {
         "ttft_s": result.ttft_s,
         "finish_s": result.finish_s,

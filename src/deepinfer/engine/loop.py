@@ -133,7 +133,14 @@ class EngineLoop:
             return
         index, request_id = completion.index, completion.request_id
         self._chunks.append(
-            Chunk(index=index, request_id=request_id, token_ids=(), text="", completion=completion)
+            Chunk(
+                index=index,
+                request_id=request_id,
+                token_ids=(),
+                text="",
+                completion=completion,
+                sample_index=completion.sample_index,
+            )
         )
 
     def cancel(self, request_id: int) -> bool:
@@ -180,6 +187,7 @@ class EngineLoop:
             num_preemptions=scheduler.num_preemptions,
             blocks_used=scheduler.num_blocks_used,
             num_blocks=scheduler.num_blocks,
+            speculation=scheduler.speculation(),
         )
 
     def take_finished(self) -> list[Completion]:

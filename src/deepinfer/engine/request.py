@@ -374,6 +374,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     text: str
     completion: Completion | None = None
+    sample_index: int = 0
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -102,6 +102,10 @@ class Planner(Protocol):
         """Take the time of a step that ran so many rows, and drafted or not."""
         ...
 
+    def summary(self) -> dict[str, object]:
+        """Return its state and counts, ready for JSON."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
@@ -190,6 +194,10 @@ class Scheduler:
     def num_blocks(self) -> int:
         """Blocks that can ever be in use at once."""
         return self._blocks.capacity
+
+    def speculation(self) -> dict[str, object] | None:
+        """Return the planner's state and counts, None without drafts."""
+        return None if self._planner is None else self._planner.summary()
 
     def live(self, request_id: int) -> Sequence | None:
         """Return the record of an unfinished request."""
@@ -845,6 +853,7 @@ class Scheduler:
                     token_ids=new_ids,
                     text=text,
                     completion=completion,
+                    sample_index=request.sample_index,
                 )
             )
 

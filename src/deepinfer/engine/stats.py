@@ -24,6 +24,8 @@ class EngineStats:
                                 steps' ends
     host_s                      mean time of planning and applying a step on the host
     device_s                    mean time of a step on the device
+    speculation                 drafts by position, accepted lengths, calibration, whether drafting
+                                is on and what steps cost; None without drafts
     device_busy                 share of the engine's running time in which the device was at work
     """
 
@@ -50,6 +52,7 @@ class EngineStats:
     num_proposed_drafts: int = 0
     num_verified_drafts: int = 0
     num_accepted_drafts: int = 0
+    speculation: dict[str, object] | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Return the snapshot as plain values."""
@@ -152,6 +155,7 @@ class StatsRecorder:
         num_preemptions: int,
         blocks_used: int,
         num_blocks: int,
+        speculation: dict[str, object] | None = None,
     ) -> EngineStats:
         """Return everything, with the state of queues and pools."""
         steps = list(self._recent)
@@ -183,4 +187,5 @@ class StatsRecorder:
             num_proposed_drafts=self.num_proposed,
             num_verified_drafts=self.num_verified,
             num_accepted_drafts=self.num_accepted,
+            speculation=speculation,
         )
