@@ -267,6 +267,9 @@ class AllDrafts:
     def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
         assert rows >= 1
 
+    def summary(self) -> dict[str, object]:
+        return {}
+
 
 def toy_limits(**changes: int | float | bool) -> Limits:
     """Small limits that make every boundary frequent."""
