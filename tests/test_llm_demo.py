@@ -80,6 +80,8 @@ def test_a_request_alone_equals_it_in_a_batch(llm: LLM, together: list[Completio
         {"scheduling.max_num_seqs": 2},
         {"scheduling.chunk_size": 7, "scheduling.max_num_batched_tokens": 20},
         {"scheduling.chunk_size": 64, "numerics.batch_invariant": False},
+        {"scheduling.overlap": False},
+        {"scheduling.overlap": False, "scheduling.max_num_seqs": 3},
     ],
     ids=str,
 )
@@ -87,6 +89,38 @@ def test_schedules_change_nothing(together: list[Completion], settings: dict[str
     with LLM("golden", device="cpu", config=settings) as other:
         got = other.generate(*mixed_requests())
     assert [outcome(r) for r in got] == [outcome(r) for r in together]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_putting_sequences_back_changes_nothing(together: list[Completion], overlap: bool) -> None:
+    prompts, params = mixed_requests()
+    with LLM("golden", device="cpu", config={"scheduling.overlap": overlap}) as other:
+        assert other._loop is not None
+        ids = [other.submit(p, own) for p, own in zip(prompts, params, strict=True)]
+        done: dict[int, Completion] = {}
+        step = 0
+        while other.has_work:
+            done |= {c.request_id: c for c in other.step()}
+            step += 1
+            if step % 2 == 0 and step < 8:
+                other._loop.scheduler.preempt(ids[step % len(ids)])
+        assert other._loop.scheduler.num_preemptions >= 2
+    assert [outcome(done[i]) for i in ids] == [outcome(r) for r in together]
+
+
+def test_a_small_pool_puts_back_and_changes_nothing(llm: LLM) -> None:
+    prompts = [[5 + i, 6, 7, 8, 9, 10, 11, 12, 13, 14] for i in range(5)]
+    params = SamplingParams(max_tokens=24, seed=2, ignore_eos=True, logprobs=True)
+    settings = {
+        "numerics.batch_invariant": False,
+        "cache.tokens_per_block": 4,
+        "cache.num_blocks": 26,
+        "scheduling.max_model_len": 40,
+    }
+    with LLM("golden", device="cpu", config=settings) as other:
+        got = other.generate(prompts, params)
+        assert other.stats().num_preemptions > 0, "the pool was large enough"
+    assert [outcome(r) for r in got] == [outcome(r) for r in llm.generate(prompts, params)]
 
 
 def test_forced_tokens_get_the_models_logprobs(llm: LLM) -> None:
