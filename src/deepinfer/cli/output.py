@@ -55,7 +55,7 @@ def _as_object(result: Completion, params: SamplingParams) -> dict[str, object]:
     """Return what `--json` prints of one result."""
     found: dict[str, object] = {
         "index": result.index,
-        "sample_index": result.sample_index,
+        **({"sample_index": result.sample_index} if params.n > 1 else {}),
         "prompt_token_ids": list(result.prompt_token_ids),
         "token_ids": list(result.token_ids),
         "text": result.text,
