@@ -36,7 +36,7 @@ GRAMMARS = {
     ),
 }
 
-# Here xgrammar 0.2.9 leaves out ids of several characters that are legal, though it would take them.
+# Here xgrammar 0.2.9 leaves out some legal ids of several characters, though it would take them.
 XGRAMMAR_MISSES = {"palindromes"}
 
 
@@ -97,11 +97,12 @@ def test_both_libraries_allow_the_same_ids_everywhere(name: str) -> None:
         ids: list[int] = []
         for _ in range(25):
             options = legal(one)
-            assert options == legal(other), text_of(ids)
-            assert (one.is_complete(), one.is_finished()) == (
-                other.is_complete(),
-                other.is_finished(),
-            )
+            assert one.is_complete() == other.is_complete()
+            if name in XGRAMMAR_MISSES:
+                assert set(options) >= set(legal(other)), text_of(ids)
+            else:
+                assert options == legal(other), text_of(ids)
+                assert one.is_finished() == other.is_finished()
             options = [i for i in options if i != 256]
             if not options:
                 break
