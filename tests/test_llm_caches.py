@@ -91,6 +91,9 @@ def test_what_is_reused() -> None:
         assert hits(engine) == (1, 96)
         engine.generate([SYSTEM + ids(22, 30)], GREEDY)
         assert hits(engine) == (2, 96 + 128)
+        counts = engine.stats().prefix
+        assert counts is not None and counts["num_lookups"] == 4
+        assert counts["num_hit_tokens"] == 224 and counts["num_checkpoints"] > 0
         scheduler = engine._open_loop().scheduler
         assert scheduler.num_blocks_used == scheduler._prefix.num_idle  # type: ignore[union-attr]
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.cache.blocks import BlockPool
+from deepinfer.cache.prefix import PrefixCache
 from deepinfer.cache.slots import SlotPool
 from deepinfer.device.queue import InlineQueue, ThreadQueue
 from deepinfer.engine.executor import InProcessExecutor
@@ -146,6 +147,8 @@ class ToyRunner:
         self.always_right = False
         self.fail_requests: set[int] = set()
         self.hook: Callable[[StepPlan], None] = lambda plan: None
+        self.shares_blocks = False
+        self.checkpoints: dict[int, list[int]] = {}
 
     def run(self, plan: StepPlan, masks: Callable[[], Masks | None]) -> StepResult:
         """Run a step."""
@@ -154,7 +157,7 @@ class ToyRunner:
         assert plan.rows
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
         used = [block for row in plan.rows for block in row.blocks]
-        assert len(set(used)) == len(used), "a block is in two tables"
+        assert self.shares_blocks or len(set(used)) == len(used), "a block is in two tables"
         assert all(0 < block < self.num_blocks for block in used)
         if plan.kind is StepKind.PREFILL:
             assert plan.num_tokens <= limits.max_num_batched_tokens
@@ -164,6 +167,9 @@ class ToyRunner:
             assert all(row.from_slot and row.samples for row in plan.rows)
         for admission in plan.admissions:
             self.slots[admission.slot] = ToySlot(admission)
+        for restore in plan.restores:
+            assert not self.slots[restore.slot].tokens, "restored into a slot in use"
+            self.slots[restore.slot].tokens = list(self.checkpoints[restore.checkpoint])
         self.kinds.append(plan.kind)
         self.plans.append(plan)
         ready = [self._forward(row) for row in plan.rows]
@@ -200,6 +206,9 @@ class ToyRunner:
             self.cells[row.blocks[position // BLOCK], position % BLOCK] = token
         seen = [self.cells[row.blocks[p // BLOCK], p % BLOCK] for p in range(len(slot.tokens))]
         assert seen == slot.tokens, "blocks and slot tell different stories"
+        for end, checkpoint in row.saves:
+            assert start < end <= len(slot.tokens), (start, end)
+            self.checkpoints[checkpoint] = slot.tokens[:end]
         return inputs
 
     def _draw(
@@ -297,13 +306,20 @@ class Toy:
         num_drafts: int = 0,
         varied: bool = False,
         threaded: bool = False,
+        checkpoints: int | None = None,
     ) -> None:
         self.limits = limits
         self.blocks = BlockPool(num_blocks)
         self.slots = SlotPool(num_slots or limits.max_num_seqs + 1)
         planner = AllDrafts(num_drafts, varied) if num_drafts else None
-        self.scheduler = Scheduler(limits, self.blocks, self.slots, BLOCK, planner=planner)
+        self.prefix: PrefixCache | None = None
+        if checkpoints is not None:
+            self.prefix = PrefixCache(self.blocks, BLOCK, range(1000, 1000 + checkpoints))
+        self.scheduler = Scheduler(
+            limits, self.blocks, self.slots, BLOCK, self.prefix, planner=planner
+        )
         self.runner = ToyRunner(limits, num_blocks, num_drafts)
+        self.runner.shares_blocks = self.prefix is not None
         self.clock = 0.0
         self.executor = InProcessExecutor(self.runner, ThreadQueue() if threaded else InlineQueue())
         self.loop = EngineLoop(self.scheduler, self.executor, self._now, overlap)
@@ -317,7 +333,12 @@ class Toy:
         self.slots.check()
         live = [s for s in self.scheduler._sequences.values() if s.slot]
         held = [block for sequence in live for block in sequence.blocks]
-        assert len(held) == len(set(held)) == self.blocks.capacity - self.blocks.num_free
+        idle = 0
+        if self.prefix is not None:
+            self.prefix.check()
+            held = list(set(held))
+            idle = self.prefix.num_idle
+        assert len(held) == len(set(held)) == self.blocks.capacity - self.blocks.num_free - idle
         assert (
             len({s.slot for s in live})
             == len(live)
@@ -330,6 +351,8 @@ class Toy:
 
     def assert_idle(self) -> None:
         """Assert that nothing is held."""
+        if self.prefix is not None:
+            self.prefix.clear()
         self.check()
         assert self.blocks.num_free == self.blocks.capacity
         assert self.slots.num_free == self.slots.num_slots - 1

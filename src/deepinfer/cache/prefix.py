@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -104,6 +104,15 @@ class PrefixCache:
     def num_idle(self) -> int:
         """Blocks that only the index holds."""
         return len(self._idle)
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts since the start, and how many blocks and checkpoints are kept now."""
+        return {
+            **asdict(self.stats),
+            "num_known_blocks": len(self._nodes),
+            "num_idle_blocks": len(self._idle),
+            "num_checkpoints": len(self._saved),
+        }
 
     def look(self, keys: Sequence[bytes], limit: int) -> PrefixHit | None:
         """Find the longest prefix to go on from, of at most `limit` tokens; changes nothing."""

@@ -188,6 +188,7 @@ class EngineLoop:
             blocks_used=scheduler.num_blocks_used,
             num_blocks=scheduler.num_blocks,
             speculation=scheduler.speculation(),
+            prefix=scheduler.prefix_counts(),
         )
 
     def take_finished(self) -> list[Completion]:

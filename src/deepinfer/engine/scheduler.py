@@ -199,6 +199,10 @@ class Scheduler:
         """Return the planner's state and counts, None without drafts."""
         return None if self._planner is None else self._planner.summary()
 
+    def prefix_counts(self) -> dict[str, int] | None:
+        """Return what the reuse of prefixes has brought, None without it."""
+        return None if self._prefix is None else self._prefix.counts()
+
     def live(self, request_id: int) -> Sequence | None:
         """Return the record of an unfinished request."""
         return self._sequences.get(request_id)

@@ -27,6 +27,8 @@ class EngineStats:
     speculation                 drafts by position, accepted lengths, calibration, whether drafting
                                 is on and what steps cost; None without drafts
     device_busy                 share of the engine's running time in which the device was at work
+    prefix                      sequences looked up and found, tokens not computed again, blocks
+                                kept and given up; None without `cache.prefix`
     """
 
     num_waiting: int
@@ -53,6 +55,7 @@ class EngineStats:
     num_verified_drafts: int = 0
     num_accepted_drafts: int = 0
     speculation: dict[str, object] | None = None
+    prefix: dict[str, int] | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Return the snapshot as plain values."""
@@ -70,6 +73,8 @@ class EngineStats:
         if self.num_verified_drafts:
             share = self.num_accepted_drafts / self.num_verified_drafts
             line += f", drafts accepted {100 * share:.0f} %"
+        if self.prefix is not None and self.prefix["num_hits"]:
+            line += f", {self.prefix['num_hit_tokens']} prompt tokens reused"
         if self.num_preemptions or self.num_failed_steps:
             line += f", {self.num_preemptions} put back, {self.num_failed_steps} steps failed"
         return line
@@ -156,6 +161,7 @@ class StatsRecorder:
         blocks_used: int,
         num_blocks: int,
         speculation: dict[str, object] | None = None,
+        prefix: dict[str, int] | None = None,
     ) -> EngineStats:
         """Return everything, with the state of queues and pools."""
         steps = list(self._recent)
@@ -188,4 +194,5 @@ class StatsRecorder:
             num_verified_drafts=self.num_verified,
             num_accepted_drafts=self.num_accepted,
             speculation=speculation,
+            prefix=prefix,
         )
