@@ -17,9 +17,11 @@ from deepinfer.chat.messages import (
     MessageLike,
     ResponseFormat,
     Tool,
+    ToolChoice,
 )
-from deepinfer.chat.render import END_THINK, Prompt
+from deepinfer.chat.render import DSML, END_THINK, Prompt
 from deepinfer.chat.tokenizer import Tokenizer
+from deepinfer.dialog.toolshape import tool_shape
 from deepinfer.engine.prompts import match_params
 from deepinfer.engine.request import Chunk, Completion, FinishReason, SamplingParams
 from deepinfer.errors import RequestError, UnsupportedError
@@ -47,7 +49,8 @@ class ChatOptions:
     """What applies to every conversation of a call. Fields as in Conversation.
 
     structured  a shape for the answer; with thinking it holds from the end of the thinking on.
-                None enforces the response format where that is JSON or an expression
+                None enforces the response format where that is JSON or an expression, and the
+                schemas of strict tools in calls
     renderer    which renderer makes the prompt: `auto`, `own` or `companion`
     """
 
@@ -264,7 +267,18 @@ def make_turn(
         limit = default_max_tokens(conversation.thinking, conversation.effort)
         params = SamplingParams(max_tokens=max(1, min(limit, max_model_len - len(ids))))
     structured = shape_of(conversation, options.structured)
-    if structured is not None:
+    calls = tool_shape(
+        conversation.shown_tools,
+        is_inside=conversation.tool_choice is ToolChoice.REQUIRED,
+        mark_id=tokenizer.token_id(DSML),
+    )
+    if calls is not None:
+        if structured is not None:
+            raise RequestError(
+                "strict tools cannot be combined with a response format or a shape: a text has one"
+            )
+        params = replace(params, structured=calls)
+    elif structured is not None:
         if parser_for(conversation, prompt).is_thinking and structured.trigger == ():
             end = tokenizer.token_id(END_THINK)
             structured = replace(structured, trigger=(end,) if end is not None else END_THINK)

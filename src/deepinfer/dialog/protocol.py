@@ -13,17 +13,20 @@ plain completions are converted here.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from deepinfer.chat.encode import encode_prompt
+from deepinfer.chat.messages import to_tool
 from deepinfer.chat.protocol import Api, ProtocolEvent, ProtocolReply, ProtocolRequest, Shape, parse
-from deepinfer.chat.render import END_THINK
+from deepinfer.chat.render import DSML, END_THINK
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.dialog.completions import CompletionsRequest
 from deepinfer.dialog.samples import raise_failure, sample_params
+from deepinfer.dialog.toolshape import tool_shape
 from deepinfer.engine.request import Chunk, Completion, FinishReason, SamplingParams
 from deepinfer.errors import ProtocolError, RequestError
 from deepinfer.grammar.spec import Structured
@@ -202,9 +205,17 @@ def _params(
 
 
 def _structured(shape: Shape | None, thinks: bool, tokenizer: Tokenizer) -> Structured | None:
-    """Return what is to be enforced; with thinking from its end on."""
-    if shape is None or shape.kind not in ("json", "regex"):
+    """Return what is to be enforced: the answer's form, with thinking from its end on, or the
+    schemas of strict tools in calls.
+    """
+    if shape is None:
         return None
+    if shape.kind in ("tool_call", "tool_call_required"):
+        return tool_shape(
+            [to_tool(tool) for tool in json.loads(shape.text)],
+            is_inside=shape.kind == "tool_call_required",
+            mark_id=tokenizer.token_id(DSML),
+        )
     end = tokenizer.token_id(END_THINK)
     trigger: tuple[int, ...] = (end,) if thinks and end is not None else ()
     if shape.kind == "regex":

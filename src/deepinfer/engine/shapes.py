@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer.chat.render import DSML
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.config.engine import GrammarConfig
 from deepinfer.engine.commit import TokenMatcher
@@ -27,7 +28,8 @@ __all__ = ["Shapes", "make_vocabulary"]
 
 
 def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_token_id: int) -> Vocabulary:
-    """Return the bytes of every id. Special and added tokens are no text to a grammar.
+    """Return the bytes of every id. Special and added tokens are no text to a grammar, but for the
+    markup of tool calls, which a grammar of calls spells out.
 
     Raises RequestError for a tokenizer of whole words.
     """
@@ -35,7 +37,11 @@ def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_token_id: int) ->
         raise RequestError(
             "structured output needs a tokenizer of bytes; this checkpoint's writes whole words"
         )
-    pieces = tuple(b"" if tokenizer.is_added(i) else tokenizer.piece(i) for i in range(vocab_size))
+    markup = tokenizer.token_id(DSML)
+    pieces = tuple(
+        b"" if tokenizer.is_added(i) and i != markup else tokenizer.piece(i)
+        for i in range(vocab_size)
+    )
     return Vocabulary(pieces, end_token_id)
 
 
@@ -85,9 +91,7 @@ class Shapes:
         """Begin to compile a resolved shape; return what its request waits for."""
         return self._service.gate(shape, (self._end_token_id, *params.stop_ids))
 
-    def fill_rows(
-        self, work: Sequence[tuple[TokenMatcher, int]], bits: NDArray[np.uint32]
-    ) -> None:
+    def fill_rows(self, work: Sequence[tuple[TokenMatcher, int]], bits: NDArray[np.uint32]) -> None:
         """Write what each matcher allows into the row that it names, all at once."""
         fill_rows([(m, row) for m, row in work if isinstance(m, Matcher)], bits)
 
