@@ -9,6 +9,7 @@ from deepinfer.bench import eval_replay
 from deepinfer.bench.eval_replay import continued, keeps, replay
 from deepinfer.bench.evalreport import markdown
 from deepinfer.bench.evaluate import Evaluation
+from deepinfer.cli.main import main
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import resolve_model
 
@@ -47,3 +48,16 @@ def test_task(run: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["prefill", 70] > 0
     table = markdown(figures)
     assert table.count("\n") == 2 + len(keeps(run.model)) and "| off |" in table
+
+
+def test_the_task_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`deepinfer eval replay` is `--task replay`; other words are refused."""
+    monkeypatch.setattr(eval_replay, "TIMED_TOKENS", 100)
+    monkeypatch.setattr(eval_replay, "_REPEATS", 1)
+    monkeypatch.setattr(eval_replay, "_LEAST_PROMPT", 10**9)
+    assert main(["eval", "replay", "--limit", "1"]) == 0
+    assert "| kept tokens |" in capsys.readouterr().out
+    assert main(["eval", "replays"]) == 2
+    assert "no task 'replays'" in capsys.readouterr().err

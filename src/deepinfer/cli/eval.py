@@ -33,6 +33,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--model", default=DEMO_MODEL, help=f"checkpoint folder, or a packaged one ({DEMO_MODEL})"
     )
+    parser.add_argument("names", nargs="*", metavar="TASK", help="the same as --task TASK")
     parser.add_argument(
         "--task",
         action="append",
@@ -60,6 +61,10 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, or read; print, keep and draw."""
+    unknown = [name for name in args.names if name not in (*TASK_NAMES, "all")]
+    if unknown:
+        raise UsageError(f"no task {unknown[0]!r}; the tasks are {', '.join(TASK_NAMES)} and all")
+    args.task = [*(args.task or ()), *args.names]
     if args.read is not None and (args.out is not None or args.task or args.limit or args.quick):
         raise UsageError("--read measures nothing: leave --task, --quick, --limit and --out away")
     if args.plot is not None:
