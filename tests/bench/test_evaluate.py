@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepinfer.bench import evaluate
+from deepinfer.bench import evalmodel, evaluate
 from deepinfer.bench.evaldata import (
     generated_documents,
     held_out_documents,
@@ -86,6 +86,32 @@ def test_a_uniform_model_costs_the_bits_of_its_vocabulary(
     ids = model.tokenizer.encode(TEXT)
     found = bits(model.score(ids).log_probs)
     assert found == pytest.approx((len(ids) - 1) * math.log2(model.config.vocab_size), rel=1e-6)
+
+
+def test_two_processes_score_alike(model: EvalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    texts = [(model.tokenizer.encode(TEXT) * 3)[: 70 + i] for i in range(4)]
+    with model.selecting("random"):
+        alone = [model.score(text, loads=True) for text in texts]
+    used: list[int] = []
+    for count in (1, 2):
+        monkeypatch.setattr(evalmodel, "cpu_count", lambda count=count: count)
+        monkeypatch.setattr(evalmodel, "_TEXTS_A_WORKER", 2)
+        start = model.model.forward
+
+        def forward(*args: Any, start: Any = start, count: int = count) -> Any:
+            used.append(count)
+            return start(*args)
+
+        monkeypatch.setattr(model.model, "forward", forward)
+        with model.selecting("random"):
+            found = model.score_all(texts, loads=True)
+        monkeypatch.undo()
+        for one, other in zip(alone, found, strict=True):
+            assert one.token_ids == other.token_ids
+            assert np.array_equal(one.log_probs, other.log_probs)
+            assert np.array_equal(one.loads, other.loads)  # type: ignore[arg-type]
+    assert used.count(1) == 4 and used.count(2) in (0, 4), "0 when processes could be forked"
 
 
 def test_too_long_a_text_is_refused(model: EvalModel) -> None:

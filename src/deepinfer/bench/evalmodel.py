@@ -5,9 +5,13 @@ ways to select entries, put in place of two ops.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -16,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.bench.machine import cpu_count
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.tensors import Caches
 from deepinfer.chat.token_map import load_token_map
@@ -41,6 +46,7 @@ _BLOCK: Final = 128
 _MOST_TOKENS: Final = 2048
 _CHUNK: Final = 512
 _SEED: Final = 7
+_TEXTS_A_WORKER: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,7 @@ class EvalModel:
         checkpoint = Checkpoint.open(folder)
         check_steering(checkpoint)
         self.device = pick_device("cpu").torch_device
+        self._noise = torch.Generator()
         self.model = FastModel.load(
             checkpoint,
             engine.numerics,
@@ -101,6 +108,7 @@ class EvalModel:
                 f"a text of {fed_in_all} tokens is longer than the {self.max_tokens} at most"
             )
         streams = self.streams(1, fed_in_all)
+        self._noise.manual_seed(_SEED)  # a text's noise does not depend on the texts before it
         size = (self.config.num_hidden_layers, self.config.n_routed_experts)
         counts = np.zeros(size, np.int64)
         log_probs: list[Tensor] = []
@@ -122,6 +130,22 @@ class EvalModel:
             counts if loads else None,
         )
 
+    def score_all(
+        self, texts: Sequence[Sequence[int]], loads: bool = False, chunk: int = _CHUNK
+    ) -> list[Scored]:
+        """Score many texts; many of them on two cores at once where processes can be forked."""
+        workers = min(cpu_count(), len(texts) // _TEXTS_A_WORKER)
+        # A forked process has none of the threads that its parent had: there must be none.
+        single = torch.get_num_threads() == 1 and threading.active_count() == 1
+        score = partial(self.score, loads=loads, chunk=chunk)
+        if workers < 2 or not single or "fork" not in multiprocessing.get_all_start_methods():
+            return list(map(score, texts))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)  # of threads that wait
+            pool = multiprocessing.get_context("fork").Pool(workers, _adopt, (score,))
+        with pool:
+            return pool.map(_adopted, texts, chunksize=1)
+
     @contextmanager
     def selecting(self, selection: Selection) -> Iterator[None]:
         """Put another selection of entries in place of the indexers' within the block.
@@ -130,7 +154,7 @@ class EvalModel:
         """
         kept = self.model.ops
         if selection == "random":
-            self.model.ops = _random_ops(kept)
+            self.model.ops = _random_ops(kept, self._noise)
         elif selection == "all":
             self.model.ops = replace(kept, select_topk=_all_entries, select_blocks=_all_blocks)
         try:
@@ -139,15 +163,27 @@ class EvalModel:
             self.model.ops = kept
 
 
+_score: Callable[[Sequence[int]], Scored]
+"""What a forked process runs: it came along with the parent's memory, model and all."""
+
+
+def _adopt(score: Callable[[Sequence[int]], Scored]) -> None:
+    global _score
+    _score = score
+
+
+def _adopted(text: Sequence[int]) -> Scored:
+    return _score(text)
+
+
 def _count(chosen: Tensor, num_experts: int) -> NDArray[np.int64]:
     """Return how often each expert occurs in [layers, T, k]."""
     rows = [torch.bincount(layer.flatten(), minlength=num_experts) for layer in chosen]
     return torch.stack(rows).numpy()
 
 
-def _random_ops(ops: Ops) -> Ops:
+def _random_ops(ops: Ops, generator: torch.Generator) -> Ops:
     """Return ops that rank what may be chosen by noise instead of by its score."""
-    generator = torch.Generator().manual_seed(_SEED)
 
     def noise(scores: Tensor) -> Tensor:
         drawn = torch.rand(scores.shape, generator=generator)

@@ -53,8 +53,8 @@ DISTANCES: Final = (0, 128, 256, 512, 1024, 2048)
 _PROMPT: Final = 256
 _CONTINUED: Final = 96
 _STREAMS: Final = 32
-_PROMPTS_A_SOURCE: Final = 16
-_JSON_PROMPTS: Final = 32
+_PROMPTS_A_SOURCE: Final = 12
+_JSON_PROMPTS: Final = 24
 _ANSWER_TOKENS: Final = 320
 # characters of filler, facts, cases
 _NEEDLES: Final = ((300, 2, 24), (1000, 4, 12), (2400, 8, 12), (4300, 8, 16))
@@ -138,7 +138,8 @@ class Evaluation:
     def score(self, rows: Sequence[Row], what: str) -> list[tuple[Row, Scored]]:
         """Score rows, counting the experts' tokens."""
         self.tell(f"{what}: {sum(row.counted for row in rows):,} tokens")
-        return [(row, self.model.score(row.token_ids, loads=True)) for row in rows]
+        scored = self.model.score_all([row.token_ids for row in rows], loads=True)
+        return list(zip(rows, scored, strict=True))
 
     @cached_property
     def natural(self) -> list[tuple[Row, Scored]]:
@@ -293,10 +294,11 @@ def retrieval(run: Evaluation) -> Iterator[Figure]:
         asked: Counter[tuple[str, int]] = Counter()
         with run.model.selecting(selection):
             for kind, texts in part.items():
-                for ids, answers in texts:
-                    # All visible entries of a row are gathered at once: short chunks bound that.
-                    chunk = 128 if selection == everything else 512
-                    correct = run.model.score(ids, chunk=chunk).correct
+                # All visible entries of a row are gathered at once: short chunks bound that.
+                chunk = 128 if selection == everything else 512
+                scored = run.model.score_all([ids for ids, _ in texts], chunk=chunk)
+                for (_, answers), found in zip(texts, scored, strict=True):
+                    correct = found.correct
                     for first, last, distance in answers:
                         place = (kind, bucket(distance))
                         asked[place] += 1

@@ -12,7 +12,7 @@ from typing import Final
 
 import deepinfer
 
-__all__ = ["describe_machine", "describe_versions", "peak_memory_bytes"]
+__all__ = ["cpu_count", "describe_machine", "describe_versions", "peak_memory_bytes"]
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _MEMORY_INFO: Final = Path("/proc/meminfo")
@@ -26,7 +26,7 @@ def describe_machine() -> dict[str, str | int]:
     memory = next(_fields(_MEMORY_INFO, "MemTotal"), "")
     return {
         "cpu": name or platform.machine(),
-        "cpu_count": _cpu_count(),
+        "cpu_count": cpu_count(),
         "memory_bytes": _kib(memory),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -58,7 +58,8 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _cpu_count() -> int:
+def cpu_count() -> int:
+    """Return how many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
