@@ -30,6 +30,8 @@ PURE = [
     "deepinfer.chat.tokenizer",
     "deepinfer.chat.encode",
     "deepinfer.dialog.chat",
+    "deepinfer.dialog.protocol",
+    "deepinfer.jobs.runner",
     "deepinfer.cli.main",
     "deepinfer.cli.inspect",
     "deepinfer.bench.measures",
