@@ -41,8 +41,8 @@ from deepinfer.dialog.chat import (
     make_turns,
     stream_answers,
 )
-from deepinfer.engine.commit import Gate
 from deepinfer.engine.calibrate import make_drafter, make_planner
+from deepinfer.engine.commit import Gate
 from deepinfer.engine.drafting import check_speculation
 from deepinfer.engine.driver import EngineDriver
 from deepinfer.engine.executor import Executor, InProcessExecutor
@@ -60,7 +60,7 @@ from deepinfer.engine.replay import keep_tokens
 from deepinfer.engine.request import Chunk, Completion, FinishReason, Request, SamplingParams
 from deepinfer.engine.runner import Runner
 from deepinfer.engine.scheduler import Limits, Scheduler
-from deepinfer.engine.shapes import Shapes
+from deepinfer.engine.shapes import Shapes, fill_matchers
 from deepinfer.engine.sizing import Sizes
 from deepinfer.engine.snapshot import ResumedGate, State, fingerprint, mismatches
 from deepinfer.engine.state import SlotState
@@ -292,6 +292,7 @@ class LLM:
             tokens_per_block,
             prefix,
             self.planner,
+            fill_matchers,
         )
         executor.start()
         self._loop = EngineLoop(

@@ -24,7 +24,7 @@ from deepinfer.grammar.matcher import Matcher, fill_rows
 from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
 
-__all__ = ["Shapes", "make_vocabulary"]
+__all__ = ["Shapes", "fill_matchers", "make_vocabulary"]
 
 
 def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_token_id: int) -> Vocabulary:
@@ -43,6 +43,11 @@ def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_token_id: int) ->
         for i in range(vocab_size)
     )
     return Vocabulary(pieces, end_token_id)
+
+
+def fill_matchers(work: Sequence[tuple[TokenMatcher, int]], bits: NDArray[np.uint32]) -> None:
+    """Write what each matcher allows into the row that it names, all at once."""
+    fill_rows([(m, row) for m, row in work if isinstance(m, Matcher)], bits)
 
 
 class Shapes:
@@ -90,10 +95,6 @@ class Shapes:
     def gate(self, shape: Structured, params: SamplingParams) -> Gate:
         """Begin to compile a resolved shape; return what its request waits for."""
         return self._service.gate(shape, (self._end_token_id, *params.stop_ids))
-
-    def fill_rows(self, work: Sequence[tuple[TokenMatcher, int]], bits: NDArray[np.uint32]) -> None:
-        """Write what each matcher allows into the row that it names, all at once."""
-        fill_rows([(m, row) for m, row in work if isinstance(m, Matcher)], bits)
 
     def report(self, shape: Structured) -> Report:
         """Say what will be enforced of a shape; raises RequestError when it cannot be used."""

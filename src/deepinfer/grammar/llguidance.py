@@ -137,16 +137,14 @@ class _Compiled:
 
 
 class _Position:
-    """A matcher of the library. It takes no id that it has not been asked about."""
+    """A matcher of the library."""
 
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
 
     def accept(self, token_id: int) -> bool:
         """Move over an id."""
-        if self.matcher.validate_tokens([token_id]) != 1:
-            return False
-        return bool(self.matcher.consume_token(token_id))
+        return bool(self.matcher.try_consume_tokens([token_id]) == 1)
 
     def rollback(self, count: int) -> None:
         """Move back."""
