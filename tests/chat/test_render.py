@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from tests.chat.conversations import TEXTS, WEATHER, conversations, corpus
 from deepinfer.chat import companion, render
 from deepinfer.chat.encode import encode_conversation, encode_prompt, render_conversation
 from deepinfer.chat.messages import Conversation, ImagePart, Message, ResponseFormat, TextPart, Tool
+from deepinfer.chat.protocol import Api, parse
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.config.load import load_model_config, resolve_model
-from deepinfer.errors import RequestError, TokenizerError
+from deepinfer.errors import RequestError, TokenizerError, UnsupportedError
 
 CORPUS = corpus()
 needs_library = pytest.mark.skipif(
@@ -87,6 +89,23 @@ def test_fixed_texts_are_the_librarys() -> None:
     assert between(updated, "zzs", line) == fixed["tools_update"]
     thinking = Conversation(messages=messages)
     assert between(thinking, render.SYSTEM, "zzs") == fixed["effort"].format(effort=75)
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+    """Everything but protocols works; what needs the library names the extra."""
+    monkeypatch.setitem(sys.modules, "deepseek_recipe", None)
+    companion.is_installed.cache_clear()
+    try:
+        assert not companion.is_installed()
+        conversation = Conversation(messages=(Message.user("u"),), tools=(WEATHER,))
+        assert render_conversation(conversation) == render.render(conversation)
+        assert encode_conversation(conversation, tokenizer)[0] == tokenizer.bos_token_id
+        with pytest.raises(UnsupportedError, match=r"pip install 'deepinfer\[chat\]'"):
+            encode_conversation(conversation, tokenizer, "companion")
+        with pytest.raises(UnsupportedError, match=r"protocol conversion needs .*\[chat\]"):
+            parse(Api.CHAT_COMPLETIONS, {"messages": []}, "m")
+    finally:
+        companion.is_installed.cache_clear()
 
 
 def test_a_plain_chat() -> None:

@@ -47,12 +47,13 @@ LOOSE = Tool("loose", "", {"type": "object", "properties": {"a": {"type": "integ
 CITY, DAYS = parameter("city", "Paris"), parameter("days", "3", False)
 
 
-def accepts(shape: Structured | None, text: str) -> bool:
+def accepts(shape: Structured | None, text: str, library: str = "llguidance") -> bool:
     """Tell whether a shape lets a whole text through, byte by byte."""
     assert shape is not None
     pieces = (*(bytes([b]) for b in range(256)), b"")
-    backend = make_backend(GrammarConfig(), Vocabulary(pieces, 256))
-    _, compiled = compile_shape(shape, GrammarConfig(), backend)
+    config = GrammarConfig(backend=library)
+    backend = make_backend(config, Vocabulary(pieces, 256))
+    _, compiled = compile_shape(shape, config, backend)
     position = compiled.start()
     return all(position.accept(byte) for byte in text.encode()) and position.is_complete()
 
@@ -100,6 +101,17 @@ def test_what_is_let_through(text: str, expected: bool) -> None:
         for call in answer.tool_calls:
             if call.name in schemas:
                 jsonschema.validate(call.parsed(), schemas[call.name])
+
+
+def test_the_second_library_agrees() -> None:
+    pytest.importorskip("xgrammar")
+    shape = tool_shape([WEATHER, MAYBE, LOOSE], is_inside=True, mark_id=None)
+    good = (
+        invoke("weather", parameter("city", 'a</b>\n"<</<｜'), DAYS, parameter("unit", "C")) + END
+    )
+    assert accepts(shape, good, "xgrammar")
+    assert not accepts(shape, good.replace(">3<", ">8<"), "xgrammar")
+    assert not accepts(shape, invoke("weather", CITY) + END, "xgrammar")
 
 
 def test_calls_after_free_text_begin_at_the_mark() -> None:
