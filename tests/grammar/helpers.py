@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -39,7 +40,10 @@ WORDS = (
 )
 PIECES = (*(bytes([i]) for i in range(256)), b"", *(word.encode() for word in WORDS), b"")
 
+CLOSING = tuple(i for i, piece in enumerate(PIECES) if piece[:1] in (b'"', b"]", b"}"))
 
+
+@cache
 def vocabulary() -> Vocabulary:
     """Return all bytes, an end, some words, half a character, and an id without text."""
     return Vocabulary((*PIECES[:-1], b"\xc3", b"\xf0\x9f", b""), END)
@@ -99,8 +103,8 @@ def walk(at: Matcher, rng: random.Random, most: int = 300, keen: float = 0.0) ->
             assert told is None, (told, text_of(ids))
             return text_of(ids)
         options = [i for i in options if i != END]
-        closing = [i for i in options if vocabulary().pieces[i][:1] in b'"]}']
-        chosen = rng.choice(closing if closing and rng.random() < keen else options)
+        closing = [i for i in CLOSING if i in options] if rng.random() < keen else []
+        chosen = rng.choice(closing or options)
         assert at.accept(chosen), (chosen, ids)
         ids.append(chosen)
         if at.is_finished():
