@@ -143,3 +143,25 @@ def test_reuse_saves_rows(overlap: bool) -> None:
     assert toy.prefix.stats.num_hit_tokens == 8 * num_shared
     prompts = sum(plan.num_tokens for plan in toy.runner.plans if plan.kind == "prefill")
     assert prompts == 10 * 6 + 2 * num_shared
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_those_that_come_together_share(overlap: bool) -> None:
+    """Of eight samples of one prompt one computes it; of prompts with one beginning two do."""
+    for own, rest, computed in ((False, 3, 1), (True, 6, 2)):
+        limits = toy_limits(
+            max_num_seqs=8, max_model_len=60, max_num_batched_tokens=60, eos_token_id=-1
+        )
+        toy = Toy(limits, 200, overlap=overlap, checkpoints=8)
+        shared = [2, 2, 0, 1]
+        for i in range(8):
+            request = request_of(i, shared, 2)
+            tail = tuple(10 + ((3 * i if own else 0) + j) % 30 for j in range(rest))
+            toy.loop.submit(replace(request, prompt_token_ids=request.prompt_token_ids + tail))
+        while toy.loop.has_work:
+            toy.loop.step()
+            toy.check()
+        toy.loop.flush()
+        length = sum(len(PARTS[part]) for part in shared)
+        prompts = sum(plan.num_tokens for plan in toy.runner.plans if plan.kind == "prefill")
+        assert prompts == 8 * rest + computed * length, own

@@ -517,7 +517,8 @@ class Scheduler:
             needed += min(self.num_running, self._blocks.capacity // 10)
         if self._prefix is None:
             return self._blocks.num_free >= needed
-        return self._prefix.fits(self._look(sequence), needed)
+        hit = self._look(sequence)
+        return self._prefix.fits(hit, needed) and not self._comes_soon(sequence, hit)
 
     def _free_blocks(self, needed: int) -> bool:
         """Return whether so many blocks are free, letting go of cached prefixes first."""
@@ -653,6 +654,23 @@ class Scheduler:
             return None
         return self._prefix.look(self._keys(sequence), self._prefix_limit(sequence))
 
+    def _comes_soon(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
+        """Whether another sequence is about to leave a longer prefix to go on from: then a waiting
+        one lets it, for a few steps, rather than computing the same again beside it.
+        """
+        if sequence.saved is not None:
+            return False
+        keys, limit = self._keys(sequence), self._prefix_limit(sequence)
+        least = 0 if hit is None else hit.num_tokens
+        return any(
+            least < end <= limit
+            and end <= len(keys) * self._tokens_per_block
+            and self._keys(other)[end // self._tokens_per_block - 1]
+            == keys[end // self._tokens_per_block - 1]
+            for other in (*self._prefilling.values(), *self._running.values())
+            for end in other.save_ends
+        )
+
     def _keys(self, sequence: Sequence) -> tuple[bytes, ...]:
         if sequence.keys is None:
             prompt = sequence.request.prompt_token_ids
@@ -663,13 +681,15 @@ class Scheduler:
         self, sequence: Sequence, begin: int, end: int
     ) -> tuple[tuple[int, int], ...]:
         """Return where a chunk leaves checkpoints of the sequence's state."""
-        if self._prefix is None:
+        if self._prefix is None or not sequence.save_ends:
             return ()
         found = [
             (at, self._prefix.reserve(self._keys(sequence), at))
             for at in sequence.save_ends
             if begin < at <= end
         ]
+        needless = {at for at, checkpoint in found if not checkpoint}
+        sequence.save_ends = tuple(at for at in sequence.save_ends if at not in needless)
         return tuple((at, checkpoint) for at, checkpoint in found if checkpoint)
 
     def _learn(self, sequence: Sequence, row: RowPlan) -> None:
@@ -680,6 +700,9 @@ class Scheduler:
         self._prefix.learn(keys, sequence.blocks, sequence.num_computed)
         for at, checkpoint in row.saves:
             self._prefix.keep(keys, at, checkpoint)
+        if row.saves:
+            done = {at for at, _ in row.saves}
+            sequence.save_ends = tuple(at for at in sequence.save_ends if at not in done)
 
     def _drop_saves(self, row: RowPlan) -> None:
         if self._prefix is not None:
@@ -827,7 +850,7 @@ class Scheduler:
             self._blocks.release(sequence.blocks)
         if sequence.slot:
             self._slots.release(sequence.slot)
-        sequence.blocks, sequence.slot = (), 0
+        sequence.blocks, sequence.slot, sequence.save_ends = (), 0, ()
 
     def _retire(self, sequence: Sequence) -> None:
         """Forget a finished sequence and free what it holds."""
