@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup check format test test-gpu test-multi demo bench clean
+.PHONY: help setup check format test walks json-suite test-gpu test-multi demo bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -57,6 +57,21 @@ format: $(DEV) ## rewrite the sources in the house format
 
 test: $(DEV) ## the CPU tests
 	$(BIN)/python -m pytest -n auto -q -m "cpu and not slow"
+
+walks: $(DEV) ## 10,000 random walks for each grammar library and family of shapes
+	$(BIN)/python -m pytest -n auto -q -m slow tests/grammar/test_walks.py
+
+SUITE := $(VENV)/jsonschema-4.26.0
+$(SUITE): | $(DEV)
+	@echo "fetching the JSON-Schema test suite"
+	@$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(VENV) jsonschema==4.26.0
+	@tar xzf $(VENV)/jsonschema-4.26.0.tar.gz -C $(VENV)
+
+json-suite: $(SUITE) ## the JSON-Schema test suite through both grammar libraries
+	@for library in llguidance xgrammar; do \
+	  $(BIN)/python -m tests.grammar.json_suite $(SUITE)/json/tests --backend $$library \
+	    --out benchmarks/json-suite-$$library.jsonl || exit 1; \
+	done
 
 test-gpu: $(DEV) ## the tests that need one accelerator
 	$(BIN)/python -m pytest -q -m "gpu and not multi"
