@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.cache.layout import CacheLayout
@@ -75,6 +77,13 @@ def sequence_rows(
         drafts = [
             own[:count] for own, count in zip(state.drafts[slots].tolist(), counts, strict=True)
         ]
+    if plan.kind is StepKind.DECODE and not drafts:
+        return [
+            SequenceRows(row.slot, start, (token_id,), row.blocks[: start // tokens_per_block + 1])
+            if runs
+            else None
+            for row, runs, start, token_id in zip(rows, alive, starts, last, strict=True)
+        ]
     found: list[SequenceRows | None] = []
     for idx, row in enumerate(rows):
         if not alive[idx]:
@@ -98,18 +107,19 @@ def build_batch(
     replay: ReplayMode = "off",
 ) -> Batch:
     """Turn a plan into model inputs, and say which rows to sample at which positions."""
+    found = sequence_rows(plan, state, layout.tokens_per_block)
+    if plan.kind is StepKind.DECODE:
+        return _decode_batch(plan, found, state, layout, device)
     drawn: list[int] = []
     rows: list[RowPlan] = []
     sequences: list[SequenceRows] = []
     sampling: list[int] = []
     first: list[int] = []
-    counts: list[int] = []
     scoring: list[int] = []
     scored: list[int] = []
     row_slots: list[int] = []
     positions: list[int] = []
     end = 0
-    found = sequence_rows(plan, state, layout.tokens_per_block)
     for row, sequence in zip(plan.rows, found, strict=True):
         if sequence is None:
             continue
@@ -119,33 +129,73 @@ def build_batch(
         num_tokens = len(sequence.token_ids)
         end += num_tokens
         if row.samples:
-            width = num_tokens if row.from_slot else 1
             sampling.append(len(rows))
             first.append(len(drawn))
-            counts.append(width - 1)
-            drawn += range(end - width, end)
-            row_slots += [row.slot] * width
-            behind = sequence.start + num_tokens
-            positions += range(behind - width + 1, behind + 1)
+            drawn.append(end - 1)
+            row_slots.append(row.slot)
+            positions.append(sequence.start + num_tokens)
         rows.append(row)
         sequences.append(sequence)
-    decode = plan.kind is StepKind.DECODE
 
     def put(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    slots = put([rows[idx].slot for idx in sampling])
+    slots = put(row_slots)
     return Batch(
         rows=tuple(rows),
         sequences=tuple(sequences),
-        inputs=build_inputs(sequences, decode, layout, device, replay) if sequences else None,
+        inputs=build_inputs(sequences, False, layout, device, replay) if sequences else None,
         sampling=tuple(sampling),
-        windows=Windows(put(first), state.drafts[slots], put(counts)),
-        proposed=tuple(state.num_drafts[slots].tolist()) if decode else (0,) * len(sampling),
+        windows=Windows(put(first), state.drafts[slots], torch.zeros_like(slots)),
+        proposed=(0,) * len(sampling),
         scoring=tuple(scoring),
         logits_rows=put(drawn + scored),
         slots=slots,
         first=first,
         row_slots=row_slots,
         positions=positions,
+    )
+
+
+def _decode_batch(
+    plan: StepPlan,
+    found: list[SequenceRows | None],
+    state: SlotState,
+    layout: CacheLayout,
+    device: torch.device,
+) -> Batch:
+    """Lay out a step in which every row continues from its slot and draws behind each token."""
+    sequences = [sequence for sequence in found if sequence is not None]
+    rows = plan.rows
+    if len(sequences) < len(rows):
+        rows = tuple(row for row, runs in zip(rows, found, strict=True) if runs is not None)
+    slots = np.array([s.slot for s in sequences], dtype=np.int64)
+    positions = np.array([s.start for s in sequences], dtype=np.int64)
+    flat = first = np.arange(len(sequences))
+    row_slots, drafted = slots, np.zeros_like(slots)
+    if state.drafts.shape[1]:
+        drafted = np.array([len(s.token_ids) - 1 for s in sequences], dtype=np.int64)
+        first = np.cumsum(drafted + 1) - drafted - 1
+        flat = np.arange(len(sequences) + int(drafted.sum()))
+        positions = np.repeat(positions - first, drafted + 1) + flat
+        row_slots = np.repeat(slots, drafted + 1)
+
+    def put(values: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor if device.type == "cpu" else tensor.to(device)
+
+    device_slots = put(slots)
+    return Batch(
+        rows=rows,
+        sequences=tuple(sequences),
+        inputs=build_inputs(sequences, True, layout, device, "off") if sequences else None,
+        sampling=tuple(range(len(sequences))),
+        windows=Windows(put(first), state.drafts[device_slots], put(drafted)),
+        proposed=tuple(state.num_drafts[device_slots].tolist()),
+        scoring=(),
+        logits_rows=put(flat),
+        slots=device_slots,
+        first=first.tolist(),
+        row_slots=row_slots.tolist(),
+        positions=(positions + 1).tolist(),
     )

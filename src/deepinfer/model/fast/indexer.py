@@ -116,9 +116,9 @@ def gather_selected(step: Step, kv_source: int, index_source: int) -> tuple[Tens
     ratio = inputs.ratios[layer.ratio]
     cache = step.caches.main[kv_source]
     absent = topk < 0
-    total = sum(entries.shape[0] for entries in ratio.entries)
+    total = sum(ratio.counts)
     if total < topk.numel():
-        counts = torch.tensor([0, *(e.shape[0] for e in ratio.entries)], device=topk.device)
+        counts = torch.tensor([0, *ratio.counts], device=topk.device)
         bases = counts.cumsum(0)[inputs.row_seq]
         loaded = step.ops.cache_load(cache, torch.cat(ratio.entries))
         index = (topk + bases[:, None]).masked_fill(absent, -1)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from itertools import chain
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +38,7 @@ ReplayMode = Literal["off", "mask", "compact"]
 """Which rows of a prompt the decoder half runs; `docs/replay.md`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceRows:
+class SequenceRows(NamedTuple):
     """One sequence's part of a step.
 
     slot       state slot, fixed for the sequence's life
@@ -75,7 +76,7 @@ class History:
     store: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RatioInputs:
     """What the layers of one compression ratio need.
 
@@ -83,8 +84,9 @@ class RatioInputs:
     emit_rows     [n]  rows that complete a group
     emit_entries  [n]  flat entries that they write
     emit_starts   [n]  position of the first token of each group
-    entries       per sequence: flat ids of its entries 0..visible-1 of the last row
-    table         [B, blocks * entries per block] flat id of every entry the block table covers
+    counts        per sequence: entries that its last row sees
+    blocks        [B, width]  block tables, padded with 0
+    per_block     entries of one block
     max_visible   largest of `visible`
     """
 
@@ -92,9 +94,21 @@ class RatioInputs:
     emit_rows: Tensor
     emit_entries: Tensor
     emit_starts: Tensor
-    entries: tuple[Tensor, ...]
-    table: Tensor
+    counts: tuple[int, ...]
+    blocks: Tensor
+    per_block: int
     max_visible: int
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[B, width * per_block] flat id of every entry that the block tables cover."""
+        inside = torch.arange(self.per_block, device=self.blocks.device)
+        return (self.blocks.unsqueeze(2) * self.per_block + inside).flatten(1)
+
+    @cached_property
+    def entries(self) -> tuple[Tensor, ...]:
+        """Per sequence: flat ids of its entries 0..counts-1."""
+        return tuple(self.table[b, :count] for b, count in enumerate(self.counts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,31 +218,42 @@ def _build(
     floors  hide positions below each sequence's floor from the windows
     """
     counts = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
-    _check(sequences, counts, decode, layout)
-    num_sequences, num_rows = len(sequences), int(counts.sum())
-    cu_rows = np.concatenate([[0], np.cumsum(counts)])
     slots = np.array([s.slot for s in sequences], dtype=np.int64)
     starts = np.array([s.start for s in sequences], dtype=np.int64)
+    _check(sequences, counts, starts, decode, layout)
+    num_sequences, num_rows = len(sequences), int(counts.sum())
+    cu_rows = np.concatenate([[0], np.cumsum(counts)])
     row_seq = np.repeat(np.arange(num_sequences), counts)
     offset = np.arange(num_rows) - cu_rows[row_seq]
     positions = starts[row_seq] + offset
-    token_ids = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in sequences])
+    token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in sequences), np.int64, num_rows)
+    any_saves = any(s.saves for s in sequences)
+
+    on_cpu = torch.device(device).type == "cpu"
 
     def put(array: IntArray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if on_cpu else tensor.to(device)
 
     window, ring = layout.window, layout.ring_length
-    floor = np.array([s.floor if floors else 0 for s in sequences], dtype=np.int64)
     first = np.maximum(positions - window + 1, 0)
-    held = first[:, None] + np.arange(window)
-    absent = (held > positions[:, None]) | (held < floor[row_seq][:, None])
-    back = starts[:, None] - window + np.arange(window)
-    load = np.where(back >= floor[:, None], slots[:, None] * ring + back % ring, -1).ravel()
+    window_runs, load = None, np.empty(0, dtype=np.int64)
     if decode:
-        window_slots = np.where(absent, -1, slots[row_seq][:, None] * ring + held % ring)
-        runs = slots[row_seq] * (2 * ring) + first % ring
-        window_runs = np.where(absent, -1, runs[:, None] + np.arange(window))
+        places = (first % ring)[:, None] + np.arange(window)
+        absent = np.arange(window) > (positions - first)[:, None]
+        base = slots[row_seq, None]
+        window_runs = places + base * (2 * ring)
+        window_runs[absent] = -1
+        window_slots = np.where(places < ring, places, places - ring)
+        window_slots += base * ring
+        window_slots[absent] = -1
     else:
+        held = first[:, None] + np.arange(window)
+        absent = held > positions[:, None]
+        back = starts[:, None] - window + np.arange(window)
+        floor = np.array([s.floor if floors else 0 for s in sequences], dtype=np.int64)
+        absent |= held < floor[row_seq][:, None]
+        load = np.where(back >= floor[:, None], slots[:, None] * ring + back % ring, -1).ravel()
         into = held - starts[row_seq][:, None]  # below 0: loaded, else a row of this step
         origin = cu_rows[row_seq] + (row_seq + 1) * window  # of each sequence's first row
         window_slots = np.where(absent, -1, origin[:, None] + into)
@@ -244,16 +269,32 @@ def _build(
         rows = np.where(steps >= 0, inside, row_seq[:, None] * depth + depth + steps)
         kept = np.nonzero(offset >= counts[row_seq] - length)[0]
         target = slots[row_seq[kept]] * length + positions[kept] % length
-        more, places = _saved(sequences, cu_rows, depth, length)
-        kept, target = np.concatenate([kept, more]), np.concatenate([target, places])
+        if any_saves:
+            more, places = _saved(sequences, cu_rows, depth, length)
+            kept, target = np.concatenate([kept, more]), np.concatenate([target, places])
         return History(put(loads), put(rows), put(kept), put(target))
 
-    ratios = {
-        ratio: _ratio_inputs(ratio, sequences, positions, row_seq, cu_rows, layout, device)
-        for ratio in layout.ratios
-    }
+    blocks = _block_tables(sequences)
+    device_blocks = put(blocks)
+    ratios: dict[int, RatioInputs] = {}
+    for ratio in layout.ratios:
+        per_block = layout.tokens_per_block // ratio
+        visible = (positions + 1) // ratio
+        emit = np.nonzero((positions + 1) % ratio == 0)[0]
+        number = positions[emit] // ratio
+        block = blocks[row_seq[emit], number // per_block]
+        ratios[ratio] = RatioInputs(
+            visible=put(visible),
+            emit_rows=put(emit),
+            emit_entries=put(block * per_block + number % per_block),
+            emit_starts=put(number * ratio),
+            counts=tuple(visible[cu_rows[1:] - 1].tolist()),
+            blocks=device_blocks,
+            per_block=per_block,
+            max_visible=int(visible.max()),
+        )
     engram = layout.engram_tail
-    saved = _saved(sequences, cu_rows, window, ring)
+    saved = _saved(sequences, cu_rows, window, ring) if any_saves else None
     return ModelInputs(
         decode=decode,
         num_rows=num_rows,
@@ -265,8 +306,8 @@ def _build(
         window_store=put(store),
         window_load=put(load),
         window_slots=put(window_slots),
-        window_runs=put(window_runs) if decode else None,
-        window_save=(put(saved[0]), put(saved[1])) if saved[0].size else None,
+        window_runs=None if window_runs is None else put(window_runs),
+        window_save=(put(saved[0]), put(saved[1])) if saved is not None else None,
         ratios=ratios,
         tail=history(1, layout.tails[0][1].length) if layout.tails else None,
         engram=None if engram is None else history(layout.engram_history, engram.length),
@@ -288,7 +329,11 @@ def _saved(
 
 
 def _check(
-    sequences: Sequence[SequenceRows], counts: IntArray, decode: bool, layout: CacheLayout
+    sequences: Sequence[SequenceRows],
+    counts: IntArray,
+    starts: IntArray,
+    decode: bool,
+    layout: CacheLayout,
 ) -> None:
     if not len(sequences) or int(counts.min()) < 1:
         raise ShapeError("a step needs at least one sequence and one row for each")
@@ -297,46 +342,23 @@ def _check(
             f"a decode step of {int(counts.max())} rows needs rings that can step back: the caches "
             f"were laid out for max_rollback {layout.max_rollback}"
         )
-    for sequence, count in zip(sequences, counts, strict=True):
-        needed = -(-(sequence.start + int(count)) // layout.tokens_per_block)
-        if len(sequence.blocks) < needed:
-            raise ShapeError(
-                f"{sequence.start + int(count)} positions need {needed} blocks of "
-                f"{layout.tokens_per_block}, the block table has {len(sequence.blocks)}"
-            )
+    held = np.array([len(s.blocks) for s in sequences], dtype=np.int64)
+    needed = -(-(starts + counts) // layout.tokens_per_block)
+    short = np.nonzero(held < needed)[0]
+    if short.size:
+        b = short[0]
+        raise ShapeError(
+            f"{starts[b] + counts[b]} positions need {needed[b]} blocks of "
+            f"{layout.tokens_per_block}, the block table has {held[b]}"
+        )
 
 
-def _ratio_inputs(
-    ratio: int,
-    sequences: Sequence[SequenceRows],
-    positions: IntArray,
-    row_seq: IntArray,
-    cu_rows: IntArray,
-    layout: CacheLayout,
-    device: torch.device | str,
-) -> RatioInputs:
-    """Lay out the compressed entries of one ratio."""
-    per_block = layout.tokens_per_block // ratio
-    width = max(len(s.blocks) for s in sequences)
-    blocks = np.zeros((len(sequences), width), dtype=np.int64)
-    for row, sequence in enumerate(sequences):
-        blocks[row, : len(sequence.blocks)] = sequence.blocks
-    table = (blocks[:, :, None] * per_block + np.arange(per_block)).reshape(len(sequences), -1)
-    visible = (positions + 1) // ratio
-    emit = np.nonzero((positions + 1) % ratio == 0)[0]
-    number = positions[emit] // ratio
-
-    def put(array: IntArray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-    device_table = put(table)
-    counts = visible[cu_rows[1:] - 1].tolist()
-    return RatioInputs(
-        visible=put(visible),
-        emit_rows=put(emit),
-        emit_entries=put(table[row_seq[emit], number]),
-        emit_starts=put(number * ratio),
-        entries=tuple(device_table[b, :count] for b, count in enumerate(counts)),
-        table=device_table,
-        max_visible=int(visible.max()),
+def _block_tables(sequences: Sequence[SequenceRows]) -> IntArray:
+    """Return the block tables [B, width], padded with 0."""
+    widths = np.array([len(s.blocks) for s in sequences], dtype=np.int64)
+    tables = np.zeros((len(sequences), int(widths.max())), dtype=np.int64)
+    flat = np.fromiter(
+        chain.from_iterable(s.blocks for s in sequences), np.int64, int(widths.sum())
     )
+    tables[np.arange(tables.shape[1]) < widths[:, None]] = flat
+    return tables
