@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from deepinfer.jobs.source import Source
 
 FOLDER = resolve_model("demo")
 TOKENIZER = Tokenizer.load(FOLDER, load_model_config(FOLDER))
+
+
+CONTEXT = Context(
+    tokenizer=TOKENIZER, max_model_len=2048, vocab_size=3072, model="toy", thinking=False
+)
 
 
 def continuation(ids: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -81,15 +87,7 @@ def run(
     **more: Any,
 ) -> Totals:
     """Run a job over files."""
-    context = Context(
-        tokenizer=TOKENIZER,
-        max_model_len=2048,
-        vocab_size=3072,
-        model="toy",
-        defaults=defaults or {},
-        thinking=False,
-        settings=settings,
-    )
+    context = replace(CONTEXT, defaults=defaults or {}, settings=settings)
     options = JobOptions(window=window, max_errors=max_errors)
     with Source(str(source)) as opened, Output(output) as file:
         return run_jobs(engine or ToyEngine(), opened, file, context, options, **more)

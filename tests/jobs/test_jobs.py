@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.jobs.engine import ToyEngine, continuation, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.jobs.engine import CONTEXT, ToyEngine, continuation, run
 
 from deepinfer.chat import companion
-from deepinfer.errors import RequestError, UnsupportedError
+from deepinfer.errors import DeepInferError, RequestError, UnsupportedError
 from deepinfer.jobs import ledger, runner, source
 from deepinfer.jobs.output import Output
-from deepinfer.jobs.source import Source
+from deepinfer.jobs.rows import failure, prepare, read_row
+from deepinfer.jobs.source import Line, Source
 
 Rows = list[dict[str, Any]]
 
@@ -150,7 +153,7 @@ BAD_LINES = [
     ('{"messages": 3}', "messages must be a list"),
     ('{"messages": [{"role": "wizard"}]}', "unknown role 'wizard'"),
     ('{"messages": [{"role": "tool", "tool_call_id": "1"}]}', "tool result without a call"),
-    ('{"messages": [{"role": "user", "content": "u"}], "thinking": 3}', "thinking must be true or"),
+    ('{"messages": [{"role": "user", "content": "u"}], "thinking": 3}', "thinking must be True or"),
     ('{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',  # noqa: E501
      "holds an image, and this model takes text only"),
     ('{"messages": [{"role": "user", "content": "u"}], "response_format": "x"}',
@@ -175,6 +178,57 @@ def test_bad_lines_are_records_of_their_rows(tmp_path: Path) -> None:
         assert problem in found[number]["message"], line[:80]
     assert found[len(BAD_LINES) + 1] is None
     assert run(file, out).skipped == len(BAD_LINES) + 1
+
+
+_json = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-5, 2**70), st.floats(), st.text(max_size=3),
+        st.sampled_from(["auto", "user", "json_schema", "regex", "function", "f", "high"]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(
+            "role content type text name function arguments parameters id json schema regex "
+            "tool_calls tool_call_id json_schema properties required strict choice trigger".split()
+        ), inner, max_size=4),
+    ),
+    max_leaves=12,
+)  # fmt: skip
+_user = st.fixed_dictionaries({"role": st.just("user"), "content": st.just("u")})
+_keys = (
+    "prompt messages url body method temperature top_p top_k max_tokens seed stop stop_token_ids "
+    "ignore_eos logprobs top_logprobs logit_bias n structured timeout_s thinking effort tools "
+    "tool_choice response_format input model stream thinking reasoning suffix echo best_of "
+    "max_completion_tokens stream_options instructions system"
+).split()
+_fields = st.dictionaries(st.sampled_from(_keys), _json, max_size=3)
+_contents = st.one_of(
+    st.tuples(st.just({"prompt": [5]}), _fields),
+    st.tuples(_user.map(lambda m: {"messages": [m]}), _fields),
+    st.tuples(st.lists(_json, max_size=3).map(lambda m: {"messages": m}), _fields),
+    st.tuples(
+        st.sampled_from(["chat/completions", "completions", "responses", "messages"]),
+        st.tuples(_user, _fields),
+    ).map(
+        lambda t: ({"url": f"/v1/{t[0]}", "body": {
+            "prompt": "x", "messages": [t[1][0]], "input": "x", "max_tokens": 3, **t[1][1],
+        }}, {})
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(_contents)
+def test_whatever_a_row_holds_is_work_or_an_error(content: tuple[Any, Any]) -> None:
+    """No row can end a run: what cannot be served raises our own errors only."""
+    line = Line(1, json.dumps(content[0] | content[1]).encode())
+    row = read_row(line, "s")
+    try:
+        work = prepare(row, CONTEXT)
+    except DeepInferError as error:
+        assert failure(row, error)["error"]["message"]
+    else:
+        assert len(work.prompts) == len(work.params) >= 1
 
 
 @pytest.mark.parametrize("most", [0, 3])

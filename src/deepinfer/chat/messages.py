@@ -142,6 +142,10 @@ class ResponseFormat:
     def __post_init__(self) -> None:
         """Check that exactly what the kind needs is there."""
         kinds = ("text", "json_object", "json_schema", "regex")
+        if self.regex is not None and not isinstance(self.regex, str):
+            raise RequestError(
+                f"the expression of a response format must be a text, not {self.regex!r}"
+            )
         if self.kind not in kinds:
             raise RequestError(
                 f"response format {self.kind!r} is unknown: use one of {', '.join(kinds)}"
@@ -262,7 +266,7 @@ class Conversation:
         *,
         thinking: bool = True,
         effort: str | int | None = None,
-        tools: Iterable[Tool | Mapping[str, object]] = (),
+        tools: Sequence[Tool | Mapping[str, object]] = (),
         tool_choice: str = ToolChoice.AUTO,
         response_format: ResponseFormat | None = None,
     ) -> Conversation:
@@ -275,13 +279,15 @@ class Conversation:
             except RequestError as error:
                 problems += [f"message {place}: {p}" for p in error.problems or (error.message,)]
         declared: list[Tool] = []
-        for place, tool in enumerate(tools):
+        for place, tool in enumerate(_sequence(tools, "tools", problems)):
             try:
                 declared.append(to_tool(tool))
             except RequestError as error:
                 problems.append(f"tool {place}: {error.message}")
-        if tool_choice not in set(ToolChoice):
+        if not isinstance(tool_choice, str) or tool_choice not in set(ToolChoice):
             problems.append(f"tool_choice must be auto, none or required, not {tool_choice!r}")
+        if not isinstance(thinking, bool):
+            problems.append(f"thinking must be True or False, not {thinking!r}")
         if problems:
             raise RequestError("the conversation cannot be used", problems)
         return cls(
@@ -415,7 +421,7 @@ def to_message(entry: MessageLike) -> Message:
         problems.append(f"unknown keys: {', '.join(unknown)}")
     given = entry.get("role")
     role = "system" if given == "developer" else given
-    if role not in set(Role):
+    if not isinstance(role, str) or role not in set(Role):
         problems.append(f"unknown role {given!r}: use one of {', '.join(Role)}")
         role = Role.USER
     content = _content(entry.get("content"), problems)

@@ -30,7 +30,7 @@ from deepinfer.cli.common import (
     tell,
 )
 from deepinfer.cli.output import visible
-from deepinfer.cli.shapes import add_shape_flags, shape_of
+from deepinfer.cli.shapes import add_shape_flags, approximations, shape_of
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 from deepinfer.dialog.chat import ChatCompletion, ChatOptions, check_options, default_max_tokens
 from deepinfer.engine.request import SamplingParams
@@ -120,6 +120,9 @@ def run(args: argparse.Namespace) -> int:
         if not args.quiet:
             if args.model == GOLDEN_MODEL:
                 note(f"the {GOLDEN_MODEL} checkpoint has random weights: its text means nothing")
+            if options.structured is not None:
+                for line in approximations(llm.structured_report(options.structured)):
+                    note(line)
             if terminal.is_interactive:
                 note("/help lists the commands, Ctrl-D leaves")
         return _Session(llm, options, params, terminal, history).run()

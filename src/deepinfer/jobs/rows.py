@@ -205,11 +205,11 @@ def _conversation(row: Row, content: dict[str, Any], context: Context) -> Work:
     given = {name: content[name] for name in _CHAT if content.get(name) is not None}
     if "response_format" in given:
         given["response_format"] = _response_format(given["response_format"])
-    options = ChatOptions(**{"thinking": context.thinking, **given})
+    given = {"thinking": context.thinking, "structured": params.structured, **given}
+    params = replace(params, structured=None)
+    options = ChatOptions(**given)
     if "max_tokens" not in content and "max_tokens" not in context.defaults:
         params = replace(params, max_tokens=default_max_tokens(options.thinking, options.effort))
-    if not isinstance(options.thinking, bool):
-        raise RequestError("thinking must be true or false")
     turn = make_turn(messages, options, _tokenizer(context), params, context.max_model_len)
 
     def respond(completions: Sequence[Completion]) -> Record:
