@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepinfer.errors import ShapeError
-from deepinfer.kernels.attention import sparse_attention
+from deepinfer.kernels.attention import cpu, reference, sparse_attention
 
 BLOCK = 64
 SCALE = 0.17
@@ -122,3 +122,17 @@ def test_half_a_selection_is_refused() -> None:
         sparse_attention(q, kv, idx, kv, None, torch.zeros(2), SCALE, False)
     with pytest.raises(ShapeError, match="main_kv"):
         sparse_attention(q, kv, idx, torch.randn(3, 16), idx, torch.zeros(2), SCALE, False)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_absent_slots_of_a_window_in_place_hold_does_not_matter(bad: float) -> None:
+    """The CPU's form reads runs of entries as they lie, absent ones too."""
+    q = torch.randn(2, 4, 64).bfloat16()
+    pool = torch.randn(300, 64)
+    idx = torch.stack([torch.arange(64), torch.arange(100, 164)])
+    idx[0, 40:] = -1
+    sink = torch.randn(4)
+    want = reference.sparse_attention(q, pool, idx, None, None, sink, 0.125, True)
+    assert torch.equal(cpu.sparse_attention(q, pool, idx, None, None, sink, 0.125, True), want)
+    pool[50] = bad
+    assert torch.equal(cpu.sparse_attention(q, pool, idx, None, None, sink, 0.125, True), want)

@@ -53,7 +53,7 @@ _BUFFERS: Final = "kept 16-row buffers, quantization by table"
 TABLE: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "rms_norm": _portable("rms_norm"),
     "cos_sin": _portable("rope"),
-    "rotate_tail": _portable("rope", _NUMPY),
+    "rotate_tail": _portable("rope"),
     "round_trip": _portable("quantize", "rounding by table"),
     "fp8_linear": _portable("linear", _BUFFERS),
     "dense_linear": _portable("linear", _BUFFERS),

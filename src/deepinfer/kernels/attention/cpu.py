@@ -25,6 +25,10 @@ _KEPT_SHAPES = 4
 _LOWEST = np.float32(-1e30)
 
 
+_Window = tuple[Tensor, tuple[Tensor, ...]]
+"""Views of one row's entries: all as keys [D, W], and their blocks [64, D]."""
+
+
 class _Buffers:
     """What one shape of call needs, made once.
 
@@ -84,7 +88,7 @@ def sparse_attention(
 
 
 def _attend(
-    windows: list[Tensor],
+    windows: list[_Window],
     q: Tensor,
     window_kv: Tensor,
     window_idx: Tensor,
@@ -102,8 +106,8 @@ def _attend(
             _KEPT.buffers.clear()
         kept = _KEPT.buffers[shape] = _Buffers(*shape)
     queries = q.float()
-    for query, window, result in zip(queries.unbind(), windows, kept.by_row, strict=True):
-        torch.mm(query, window.T, out=result)
+    for query, (keys, _), result in zip(queries.unbind(), windows, kept.by_row, strict=True):
+        torch.mm(query, keys, out=result)
     if main_kv is not None and main_idx is not None:
         torch.bmm(queries, main_kv.transpose(1, 2), out=kept.main_terms)
         _hide(kept.main, main_idx)
@@ -121,14 +125,13 @@ def _attend(
     if round_weights:
         weights = weights.bfloat16().float()
     in_windows = window_idx.shape[1] // SLOT_BLOCK
-    split = [torch.split(window, SLOT_BLOCK) for window in windows]
     later = () if main_kv is None else torch.split(main_kv, SLOT_BLOCK, dim=1)
     total: FloatArray = np.zeros_like(kept.sinks)
     acc: FloatArray = np.zeros_like(kept.value[0])
     for block, weight in enumerate(weights.unbind(2)):
         if block < in_windows:
-            rows = zip(weight.unbind(), split, kept.values_by_row[block], strict=True)
-            for row, blocks, result in rows:
+            rows = zip(weight.unbind(), windows, kept.values_by_row[block], strict=True)
+            for row, (_, blocks), result in rows:
                 torch.mm(row, blocks[block], out=result)
         else:
             entries = later[block - in_windows]
@@ -154,23 +157,30 @@ def _hide(scores: FloatArray, idx: Tensor) -> None:
 
 def _windows(
     q: Tensor, window_kv: Tensor, window_idx: Tensor, main_kv: Tensor | None
-) -> list[Tensor] | None:
-    """Return each row's window [W, D], a view, if this module knows how to attend to all."""
+) -> list[_Window] | None:
+    """Return each row's window, if this module knows how to attend to all."""
     num_slots, dim = window_idx.shape[1], window_kv.shape[-1]
     if q.shape[0] > ROW_BLOCK or q.shape[1] % 4 or num_slots % SLOT_BLOCK:
         return None
     if main_kv is not None and (main_kv.ndim == 2 or main_kv.shape[1] % _KEY_BLOCK):
         return None
     if window_kv.ndim == 3:
-        return list(window_kv.unbind())
+        blocks = torch.unflatten(window_kv, 1, (-1, SLOT_BLOCK)).unbind()
+        keys = window_kv.transpose(1, 2).unbind()
+        return [(k, b.unbind()) for k, b in zip(keys, blocks, strict=True)]
     seen, starts = _KEPT.runs
     if seen is not window_idx:
         starts = _run_starts(window_idx)
         _KEPT.runs = window_idx, starts
     if starts is None or max(starts) + num_slots > window_kv.shape[0]:
         return None
-    shape, stride, origin = (num_slots, dim), (dim, 1), window_kv.storage_offset()
-    return [window_kv.as_strided(shape, stride, origin + start * dim) for start in starts]
+    shape, stride = (num_slots // SLOT_BLOCK, SLOT_BLOCK, dim), (SLOT_BLOCK * dim, dim, 1)
+    offsets = [window_kv.storage_offset() + start * dim for start in starts]
+    view = window_kv.as_strided
+    return [
+        (view((dim, num_slots), (1, dim), offset), view(shape, stride, offset).unbind())
+        for offset in offsets
+    ]
 
 
 def _run_starts(idx: Tensor) -> list[int] | None:

@@ -87,7 +87,7 @@ def _normalize(exps: FloatArray, iters: int, eps: np.float32) -> FloatArray:
         if after == before:
             break
         before = after
-    return comb.transpose(2, 0, 1)
+    return np.ascontiguousarray(comb.transpose(2, 0, 1))
 
 
 def hyper_collapse(h: Tensor, pre: Tensor) -> Tensor:
