@@ -45,6 +45,7 @@ from deepinfer.engine.calibrate import make_drafter, make_planner
 from deepinfer.engine.commit import Gate
 from deepinfer.engine.drafting import check_speculation
 from deepinfer.engine.driver import EngineDriver
+from deepinfer.engine.effective import cpu_threads, overlaps
 from deepinfer.engine.executor import Executor, InProcessExecutor
 from deepinfer.engine.loop import EngineLoop, interrupt_after
 from deepinfer.engine.memory import plan_caches
@@ -90,18 +91,11 @@ _SEARCHED_BYTES = 32 * 2**30
 _log = logging.getLogger(__name__)
 
 
-_SMALL_HIDDEN = 1024
-"""Below this width an operation on a CPU is too short to share out: waiting for a second thread,
-which another program may have pushed off its core, costs more than it brings."""
-
-
 def set_cpu_threads(config: EngineConfig, model_config: ModelConfig) -> None:
     """Set torch's threads for the whole process; bits do not depend on them."""
-    threads = config.parallel.cpu_threads
-    if threads != "auto":
+    threads = cpu_threads(config, model_config)
+    if threads is not None:
         torch.set_num_threads(threads)
-    elif model_config.hidden_size < _SMALL_HIDDEN:
-        torch.set_num_threads(1)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -310,7 +304,7 @@ class LLM:
     @property
     def overlaps(self) -> bool:
         """Whether a step is planned while the one before runs."""
-        return self.config.scheduling.overlap in (True, "auto")
+        return overlaps(self.config)
 
     @property
     def max_model_len(self) -> int:

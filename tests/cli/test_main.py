@@ -21,6 +21,7 @@ from deepinfer.cli import config as config_command
 from deepinfer.cli.main import COMMANDS, build_parser, main
 from deepinfer.config.engine import EngineConfig
 from deepinfer.errors import CheckpointError, ConfigError
+from deepinfer.llm import LLM
 
 HERE = Path(common.__file__).parent
 WRITTEN = [name for name in COMMANDS if (HERE / f"{name}.py").is_file()]
@@ -106,6 +107,26 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith(f"usage: deepinfer {command} ")
     with pytest.raises(SystemExit):
         build_parser(command).parse_args([command, "--no-such-flag"])
+
+
+def test_config_resolves_every_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["config", "show", "--model", "golden", "--device", "cpu", "--json"]
+    assert main([*argv, "--set", "scheduling.max_model_len=512"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {key for key, value in shown.items() if value == "auto"} == {
+        "cache.prefix_checkpoints",
+        "replay.keep_tokens",
+    }  # both parts are off
+    assert shown["scheduling.max_model_len"] == 512 and shown["scheduling.overlap"] is True
+    with LLM("golden", device="cpu", config={"scheduling.max_model_len": 512}) as llm:
+        sizes = llm.sizes
+    assert shown["cache.num_blocks"] == sizes.num_blocks - 1
+    assert shown["scheduling.chunk_size"] == sizes.chunk_tokens
+    again = EngineConfig.from_dotted(shown)
+    assert again.to_dotted() == {
+        key: tuple(value) if isinstance(value, list) else value for key, value in shown.items()
+    }
+    assert main(["config", "--device", "cpu"]) == 2
 
 
 def test_an_absent_command_breaks_no_other(
