@@ -70,12 +70,15 @@ def chunks(*completions: Completion) -> Iterator[Chunk]:
                 token_id = whole.token_ids[step]
                 last = whole if step == len(whole.token_ids) - 1 else None
                 text = decoders[place].push(token_id)
+                now = slice(step, step + 1)
                 yield Chunk(
                     index=place,
                     request_id=place,
                     token_ids=(token_id,),
                     text=text,
                     completion=last,
+                    logprobs=None if whole.logprobs is None else whole.logprobs[now],
+                    top_logprobs=None if whole.top_logprobs is None else whole.top_logprobs[now],
                 )
 
 
@@ -330,7 +333,8 @@ def test_plain_completions() -> None:
     for index, choice in enumerate(body["choices"]):
         mine = [d["choices"][0] for _, d in found if d["choices"][0]["index"] == index]
         assert "".join(c["text"] for c in mine) == choice["text"]
-        assert mine[-1]["logprobs"] == choice["logprobs"]
+        for key, values in choice["logprobs"].items():
+            assert [v for c in mine for v in c["logprobs"][key]] == values
     assert found[-1][1]["usage"] == body["usage"]
 
 

@@ -100,6 +100,7 @@ class ChatDelta:
     index: int
     events: tuple[Event, ...]
     result: ChatCompletion | None = None
+    sample_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def stream_answers(
             if chunk.completion is not None:
                 events += parser.finish()
                 result = _result(parser, replace(chunk.completion, index=place))
-            yield ChatDelta(place, tuple(events), result)
+            yield ChatDelta(place, tuple(events), result, chunk.sample_index)
     finally:
         if isinstance(chunks, Generator):
             chunks.close()

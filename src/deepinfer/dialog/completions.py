@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 from deepinfer.chat.protocol import ProtocolEvent
@@ -84,9 +85,10 @@ class CompletionsRequest:
         return self._body(choices) | {"usage": self._usage(completions)}
 
     def stream(self, chunks: Iterator[Chunk]) -> Generator[ProtocolEvent]:
-        """Yield events; log-probabilities come with the last event of a choice."""
+        """Yield events as the engine brings tokens."""
         done: list[Completion] = []
         begun: set[int] = set()
+        ends = [0] * len(self.prompts)  # of the tokens' texts so far
         try:
             for chunk in chunks:
                 last = chunk.completion
@@ -97,12 +99,13 @@ class CompletionsRequest:
                 if self.echoes and chunk.index not in begun:
                     text = self._text_of_prompt(chunk.index) + text
                 begun.add(chunk.index)
-                if not text and last is None:
+                if not text and last is None and chunk.logprobs is None:
                     continue
+                logprobs, ends[chunk.index] = self._logprobs(chunk, ends[chunk.index])
                 choice: dict[str, Any] = {
                     "index": chunk.index,
                     "text": text,
-                    "logprobs": None if last is None else self._logprobs(last),
+                    "logprobs": logprobs,
                     "finish_reason": None if last is None else str(last.finish_reason),
                 }
                 body = self._body([choice])
@@ -130,7 +133,7 @@ class CompletionsRequest:
         return {
             "index": index,
             "text": echo + (completion.text or ""),
-            "logprobs": self._logprobs(completion),
+            "logprobs": self._logprobs(completion, 0)[0],
             "finish_reason": str(completion.finish_reason),
         }
 
@@ -146,20 +149,23 @@ class CompletionsRequest:
             "total_tokens": prompt + generated,
         }
 
-    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
-        """Return log-probabilities in the form of this protocol: parallel lists."""
-        if completion.logprobs is None:
-            return None
+    def _logprobs(self, found: Completion | Chunk, start: int) -> tuple[dict[str, Any] | None, int]:
+        """Return log-probabilities in the form of this protocol, parallel lists, and the end of the
+        tokens' texts, which begin at `start`.
+        """
+        if found.logprobs is None:
+            return None, start
         spell = self._spell
-        texts = [spell(token_id) for token_id in completion.token_ids]
-        offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
-        top = completion.top_logprobs
-        return {
+        texts = [spell(token_id) for token_id in found.token_ids]
+        *offsets, end = accumulate(map(len, texts), initial=start)
+        top = found.top_logprobs
+        told = {
             "tokens": texts,
-            "token_logprobs": list(completion.logprobs),
+            "token_logprobs": list(found.logprobs),
             "top_logprobs": None if top is None else [{spell(i): p for i, p in t} for t in top],
             "text_offset": offsets,
         }
+        return told, end
 
     def _spell(self, token_id: int) -> str:
         return self.tokenizer.piece(token_id).decode("utf-8", "backslashreplace")

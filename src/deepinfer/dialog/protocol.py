@@ -138,10 +138,9 @@ class ChatRequest:
         return self.request.join(bodies)
 
     def stream(self, chunks: Iterator[Chunk]) -> Generator[ProtocolEvent]:
-        """Yield events; log-probabilities come with the last chunk, so their events do, too."""
+        """Yield events as the engine brings tokens."""
         replies = [self._reply() for _ in self.prompts]
         done = [False] * len(replies)
-        waits = self.request.sampling.logprobs
         usage: list[dict[str, Any]] = []
         try:
             for chunk in chunks:
@@ -151,10 +150,7 @@ class ChatRequest:
                 if done[place]:
                     continue
                 reply, events = replies[place], []
-                if not waits:
-                    events += reply.push(chunk.token_ids)
-                elif last is not None:
-                    events += reply.push(last.token_ids, _logprobs(last))
+                events += reply.push(chunk.token_ids, _logprobs(chunk))
                 if last is not None:
                     events += reply.finish(last.finish_reason is FinishReason.LENGTH)
                 done[place] = last is not None or reply.is_finished
@@ -224,10 +220,10 @@ def _structured(shape: Shape | None, thinks: bool, tokenizer: Tokenizer) -> Stru
 
 
 def _logprobs(
-    completion: Completion,
+    found: Completion | Chunk,
 ) -> list[tuple[float, tuple[tuple[int, float], ...]]] | None:
     """Return each token's log-probability with its alternatives."""
-    if completion.logprobs is None:
+    if found.logprobs is None:
         return None
-    top = completion.top_logprobs or ((),) * len(completion.logprobs)
-    return list(zip(completion.logprobs, top, strict=True))
+    top = found.top_logprobs or ((),) * len(found.logprobs)
+    return list(zip(found.logprobs, top, strict=True))

@@ -366,7 +366,7 @@ class Chunk:
 
     The texts of a request's chunks add up to `Completion.text`; characters that may still turn out
     to begin a stop string, or that end inside a character, come with a later chunk. The last chunk
-    carries the completion.
+    carries the completion. Log-probabilities, when asked for, are those of `token_ids`.
     """
 
     index: int
@@ -375,6 +375,8 @@ class Chunk:
     text: str
     completion: Completion | None = None
     sample_index: int = 0
+    logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -19,7 +19,7 @@ from deepinfer.cache.blocks import BlockPool
 from deepinfer.cache.prefix import PrefixCache, PrefixHit, block_keys
 from deepinfer.cache.slots import SlotPool
 from deepinfer.engine.commit import Gate, commit
-from deepinfer.engine.masks import Constrained, FillRows, build_masks, fill_each
+from deepinfer.engine.masks import Constrained, FillRows, MaskBuffer, build_masks, fill_each
 from deepinfer.engine.plan import (
     FROM_SLOT,
     Admission,
@@ -132,9 +132,11 @@ class Scheduler:
         prefix: PrefixCache | None = None,
         planner: Planner | None = None,
         fill_rows: FillRows = fill_each,
+        mask_buffer: MaskBuffer | None = None,
     ) -> None:
         self.limits = limits
         self._fill_rows = fill_rows
+        self._mask_buffer = mask_buffer or MaskBuffer()
         self._blocks = blocks
         self._slots = slots
         self._tokens_per_block = tokens_per_block
@@ -430,7 +432,7 @@ class Scheduler:
             if sequence is None or sequence.matcher is None or not row.samples or sequence.stale:
                 continue
             found.append(Constrained(idx, sequence.matcher, sequence.drafts[: row.num_drafts]))
-        return build_masks(found, self.limits.vocab_size, self._fill_rows)
+        return build_masks(found, self.limits.vocab_size, self._fill_rows, self._mask_buffer)
 
     def take_chunks(self) -> list[Chunk]:
         """Return what streamed requests gained since the last call."""
@@ -867,9 +869,10 @@ class Scheduler:
         return completion
 
     def _report_progress(self, sequence: Sequence, completion: Completion | None) -> None:
-        begin = sequence.num_prompt_tokens + sequence.num_reported
-        new_ids = tuple(sequence.token_ids[begin:])
+        start = sequence.num_reported
+        new_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + start :])
         sequence.num_reported += len(new_ids)
+        logprobs, top = sequence.logprobs, sequence.top_logprobs
         text = sequence.text.take() if sequence.text is not None else ""
         if new_ids or text or completion is not None:
             request = sequence.request
@@ -881,6 +884,8 @@ class Scheduler:
                     text=text,
                     completion=completion,
                     sample_index=request.sample_index,
+                    logprobs=None if logprobs is None else tuple(logprobs[start:]),
+                    top_logprobs=None if top is None else tuple(top[start:]),
                 )
             )
 
