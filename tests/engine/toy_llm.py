@@ -8,6 +8,7 @@ from toy import BLOCK, ToyRunner, expected_tokens
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_model_config, resolve_model
+from deepinfer.device import pick_device
 from deepinfer.device.queue import InlineQueue, ThreadQueue
 from deepinfer.engine.executor import InProcessExecutor
 from deepinfer.engine.request import Completion, Request, SamplingParams
@@ -57,6 +58,7 @@ class ToyLLM(LLM):
                 "scheduling.overlap": overlap,
             }
         )
+        self.device = pick_device("cpu")
         self.model_config = load_model_config(resolve_model("golden"))
         self.tokenizer = Letters() if with_text else None  # type: ignore[assignment]
         self.sizes = Sizes(
