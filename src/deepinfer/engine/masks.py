@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from deepinfer.engine.commit import TokenMatcher
 from deepinfer.engine.plan import Masks
 
-__all__ = ["Constrained", "FillRows", "build_masks", "fill_each"]
+__all__ = ["Constrained", "FillRows", "MaskBuffer", "build_masks", "fill_each", "plain_rows"]
 
 FillRows = Callable[[Sequence[tuple[TokenMatcher, int]], NDArray[np.uint32]], None]
 """Writes what each matcher allows into the row that it names."""
@@ -42,14 +42,44 @@ class Constrained:
     taken: int = 0
 
 
-def build_masks(found: Sequence[Constrained], vocab_size: int, fill_rows: FillRows) -> Masks:
+def plain_rows(count: int, words: int) -> NDArray[np.uint32]:
+    """Allocate rows in ordinary memory."""
+    return np.empty((count, words), np.uint32)
+
+
+class MaskBuffer:
+    """One piece of memory for the masks of every step, grown when it must be.
+
+    A step's masks are read by its draw, and the next ones are written only after the outcome of
+    that draw has been taken: one piece is enough.
+
+    allocate  makes rows; memory that a device copies from is pinned
+    """
+
+    def __init__(self, allocate: Callable[[int, int], NDArray[np.uint32]] = plain_rows) -> None:
+        self._allocate = allocate
+        self._rows = np.empty((0, 0), np.uint32)
+
+    def rows(self, count: int, words: int) -> NDArray[np.uint32]:
+        """Return so many rows; what they hold is left over from before."""
+        if self._rows.shape[0] < count or self._rows.shape[1] != words:
+            self._rows = self._allocate(max(count, 2 * self._rows.shape[0]), words)
+        return self._rows[:count]
+
+
+def build_masks(
+    found: Sequence[Constrained],
+    vocab_size: int,
+    fill_rows: FillRows,
+    buffer: MaskBuffer | None = None,
+) -> Masks:
     """Return the masks of a step; every matcher ends where it was.
 
     A place behind a draft that is not legal, or behind the end, cannot be reached and has no row.
     """
     rows: list[tuple[int, int]] = []
     most = sum(1 + len(one.drafts) for one in found)
-    bits = np.empty((most, -(-vocab_size // 32)), np.uint32)
+    bits = (buffer or MaskBuffer()).rows(most, -(-vocab_size // 32))
     active = list(found)
     try:
         while active:
