@@ -48,6 +48,7 @@ from deepinfer.engine.driver import EngineDriver
 from deepinfer.engine.effective import cpu_threads, overlaps
 from deepinfer.engine.executor import Executor, InProcessExecutor
 from deepinfer.engine.loop import EngineLoop, interrupt_after
+from deepinfer.engine.masks import MaskBuffer
 from deepinfer.engine.memory import plan_caches
 from deepinfer.engine.prompts import (
     BadPrompt,
@@ -59,7 +60,7 @@ from deepinfer.engine.prompts import (
 )
 from deepinfer.engine.replay import keep_tokens
 from deepinfer.engine.request import Chunk, Completion, FinishReason, Request, SamplingParams
-from deepinfer.engine.runner import Runner
+from deepinfer.engine.runner import Runner, host_rows
 from deepinfer.engine.scheduler import Limits, Scheduler
 from deepinfer.engine.shapes import Shapes, fill_matchers
 from deepinfer.engine.sizing import Sizes
@@ -287,6 +288,7 @@ class LLM:
             prefix,
             self.planner,
             fill_matchers,
+            MaskBuffer(host_rows),
         )
         executor.start()
         self._loop = EngineLoop(

@@ -293,6 +293,13 @@ def _results(
     return tuple(results)
 
 
+def host_rows(count: int, words: int) -> NDArray[np.uint32]:
+    """Allocate rows of masks, pinned where there is an accelerator that copies from them."""
+    pinned = torch.cuda.is_available()
+    rows = torch.empty((count, words), dtype=torch.int32, pin_memory=pinned)
+    return rows.numpy().view(np.uint32)
+
+
 def token_masks(plan: StepPlan, batch: Batch, masks: Masks | None) -> TokenMasks | None:
     """Bring grammar masks to the device, for the rows that still run."""
     if masks is None or not masks.rows:
@@ -308,7 +315,8 @@ def token_masks(plan: StepPlan, batch: Batch, masks: Masks | None) -> TokenMasks
             rows.append(batch.first[at] + draft)
     if not rows:
         return None
-    bits = torch.from_numpy(masks.bits[kept].view(np.int32)).to(batch.slots.device)
+    found = masks.bits if len(kept) == len(masks.rows) else masks.bits[kept]
+    bits = torch.from_numpy(found.view(np.int32)).to(batch.slots.device, non_blocking=True)
     return torch.tensor(rows, dtype=torch.int64, device=batch.slots.device), bits
 
 
