@@ -60,6 +60,17 @@ def test_drafts_and_checkpoints_take_their_share(real: ModelConfig) -> None:
     assert plan_memory(held, real, total_bytes=H200, mesh=mesh).parts == plain.parts
 
 
+def test_rejection_keeps_logits_of_drafts(real: ModelConfig) -> None:
+    mesh = Mesh(data=8, expert=8, engram=8)
+    found = []
+    for method in ("coupled", "rejection"):
+        chosen = config(speculation__num_drafts=5, speculation__method=method)
+        found.append(plan_memory(chosen, real, total_bytes=H200, mesh=mesh))
+    assert "weights: draft blocks" in found[0].parts and "draft logits" not in found[0].parts
+    assert found[1].parts["draft logits"] == 65 * 5 * real.vocab_size * 4
+    assert found[1].sizes.num_blocks < found[0].sizes.num_blocks
+
+
 def test_one_device_is_too_small(real: ModelConfig) -> None:
     with pytest.raises(CacheError, match="the weights do not fit") as caught:
         plan_memory(config(), real, total_bytes=H200)
@@ -82,29 +93,63 @@ def test_the_engine_takes_its_sizes_from_the_plan(demo: ModelConfig) -> None:
     assert plan.parts["cache blocks"] == sizes.num_blocks * layout.block_bytes
 
 
+@pytest.mark.parametrize("budget", [0, 2**22, 2**23, 15 * 2**20, 2**27, 2**30])
+@pytest.mark.parametrize("mode", ["official", "noq"])
+def test_the_caches_take_what_the_plan_says(demo: ModelConfig, budget: int, mode: str) -> None:
+    """Byte for byte, pools and decoded copies, whatever copies the budget allows."""
+    from deepinfer.cache.tensors import Caches
+
+    settings_ = config(
+        scheduling__max_num_seqs=3,
+        cache__num_blocks=9,
+        cache__dequantized_bytes=budget,
+        cache__prefix=True,
+        cache__prefix_checkpoints=2,
+        numerics__mode=mode,
+    )
+    plan = plan_caches(settings_, demo, available_bytes=GIB, on_cpu=True)
+    sizes = plan.sizes
+    assert (sizes.num_slots, sizes.num_checkpoints) == (6, 2)
+    caches = Caches.allocate(plan.layout, sizes.num_blocks, sizes.num_slots, "cpu", budget)
+    assert caches.blocks.nbytes == plan.parts["cache blocks"]
+    told = plan.parts["sequence slots"] + plan.parts["prefix checkpoints"]
+    assert caches.slots.nbytes == told
+    decoded = 0
+    for cache in (*caches.windows, *caches.main.values(), *caches.index.values()):
+        copies = cache.dense if cache.twice is None else cache.twice
+        decoded += 0 if copies is None else copies.nbytes
+    assert plan.parts.get("decoded entries", 0) == decoded
+
+
 def fits_by_hand(plan: MemoryPlan, batch: int, context: int) -> bool:
     blocks = batch * -(-context // plan.layout.tokens_per_block) + 1
     return (batch + 1) * plan.slot_bytes + blocks * plan.block_bytes <= plan.usable_bytes
 
 
-@settings(max_examples=40)
+REAL = load_model_config(Path(__file__).parents[1] / "data" / "real" / "config.json")
+
+
+@settings(max_examples=60)
 @given(
-    total=st.integers(30, 400),
+    available=st.integers(1, 300),
     context=st.integers(1, 200_000),
     seqs=st.integers(1, 500),
-    ranks=st.sampled_from([4, 8, 16]),
+    drafts=st.sampled_from([0, 5]),
+    method=st.sampled_from(["coupled", "rejection"]),
 )
-def test_what_fits_really_fits(total: int, context: int, seqs: int, ranks: int) -> None:
-    """The batch told is the largest one, and the parts never exceed the device."""
-    model = load_model_config(Path(__file__).parents[1] / "data" / "real" / "config.json")
-    mesh = Mesh(data=ranks, expert=ranks, engram=ranks)
-    chosen = config(scheduling__max_num_seqs=seqs)
+def test_what_fits_really_fits(
+    available: int, context: int, seqs: int, drafts: int, method: str
+) -> None:
+    """The batch told is the largest one, and the parts never exceed what there is."""
+    chosen = config(
+        scheduling__max_num_seqs=seqs, speculation__num_drafts=drafts, speculation__method=method
+    )
     try:
-        plan = plan_memory(chosen, model, total_bytes=total * 10**9, mesh=mesh)
+        plan = plan_caches(chosen, REAL, available_bytes=available * 10**9, on_cpu=False)
     except DeepInferError:
-        assert total < 170
+        assert available < 20
         return
-    assert sum(plan.parts.values()) <= total * 10**9
+    assert sum(plan.parts.values()) <= available * 10**9
     batch = plan.batch(context)
     assert fits_by_hand(plan, batch, context) or batch == 0
     assert not fits_by_hand(plan, batch + 1, context)

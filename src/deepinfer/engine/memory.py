@@ -158,12 +158,14 @@ def plan_caches(
             available_bytes=available_bytes - reserved,
             on_cpu=on_cpu,
         )
-        reserved = activation_bytes(config, model, sizes) if not on_cpu else 0
+        drafts = _draft_logits_bytes(config, model, sizes)
+        reserved = activation_bytes(config, model, sizes) + drafts if not on_cpu else 0
         if not reserved:
             break
     slots, blocks = _decoded(config, layout, sizes) if on_cpu else (0, 0)
     parts = dict(weights or {})
     parts["activations (estimate)"] = activation_bytes(config, model, sizes)
+    parts["draft logits"] = drafts
     parts["sequence slots"] = (sizes.num_slots - sizes.num_checkpoints) * layout.slot_bytes
     parts["prefix checkpoints"] = sizes.num_checkpoints * layout.slot_bytes
     parts["cache blocks"] = sizes.num_blocks * layout.block_bytes
@@ -216,13 +218,21 @@ def plan_memory(
     )
 
 
+def _draft_logits_bytes(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> int:
+    """Return the bytes of the drafts' logits, which rejection sampling keeps for every slot."""
+    if config.speculation.method != "rejection":
+        return 0
+    return 4 * sizes.num_slots * config.speculation.num_drafts * model.vocab_size
+
+
 def _decoded(config: EngineConfig, layout: CacheLayout, sizes: Sizes) -> tuple[int, int]:
     """Return the bytes of decoded fp32 copies beside one slot and one block."""
     if layout.mode == "noq":
         return 0, 0
     budget = config.cache.dequantized_bytes
     window = sum(4 * layout.window_format.dim * ring.length for ring in layout.windows)
-    slots = window if window * sizes.num_slots <= budget else 0
+    copies = min(2, budget // (window * sizes.num_slots))  # rings are kept twice in a row
+    slots = copies * window
     budget -= slots * sizes.num_slots
     blocks = 0
     for kind in ("index", "main"):
