@@ -35,7 +35,7 @@ $(BIN)/python:
 
 $(CORE): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing the package and what it needs"
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[grammar]'
 	@touch $@
 
 $(DEV): $(CORE)

@@ -1,4 +1,4 @@
-"""What `make demo` shows: text, a chat turn, tokens per second, accepted drafts.
+"""What `make demo` shows: text, a chat turn, JSON of a schema, tokens per second, accepted drafts.
 
 `python -m deepinfer.bench.demo [PROMPT]`
 """
@@ -14,6 +14,7 @@ from deepinfer.bench.evaldata import held_out_documents, pick
 from deepinfer.bench.evaluate import cut
 from deepinfer.config.load import DEMO_MODEL
 from deepinfer.engine.request import SamplingParams
+from deepinfer.grammar.spec import Structured
 from deepinfer.llm import LLM
 
 __all__ = ["main"]
@@ -23,6 +24,19 @@ _SYSTEM: Final = "You are a helpful assistant."
 _QUESTION: Final = "What does harbor mean?"
 _TEXT: Final = SamplingParams(temperature=0.7, top_p=0.95, seed=0, max_tokens=96)
 _ANSWER: Final = SamplingParams(temperature=0, max_tokens=64)
+_SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 16},
+        "year": {"type": "integer", "minimum": 1700, "maximum": 2030},
+        "tags": {"type": "array", "items": {"enum": ["sea", "land", "law"]}, "maxItems": 2},
+    },
+    "required": ["name", "year", "tags"],
+    "additionalProperties": False,
+}
+_SHAPED: Final = SamplingParams(
+    temperature=0.7, seed=1, max_tokens=64, structured=Structured(json=_SCHEMA)
+)
 _HELD_OUT: Final = 8
 _PROMPT_TOKENS: Final = 128
 _DRAFTED: Final = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -47,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         ]
         (reply,) = llm.chat(messages, _ANSWER, thinking=False)
         print(f"\n\nChat (greedy):\n\nUser: {_QUESTION}\nAssistant: {reply.content}")
+        (shaped,) = llm.generate(["A record of the book:\n"], _SHAPED)
+        print(f"\nJSON of a schema:\n\n{shaped.text or shaped.error}")
     speed = (len(done.token_ids) - 1) / (done.finish_s - done.ttft_s)
     print(f"\nSpeed of the text above: {speed:.1f} tokens/s, one stream, without drafts.")
     with LLM(DEMO_MODEL, device="cpu", config={"speculation.num_drafts": _DRAFTS}) as llm:
