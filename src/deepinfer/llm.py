@@ -196,7 +196,9 @@ class LLM:
         )
         runner, sizes = self._build_runner()
         self.sizes = sizes
-        self._start(InProcessExecutor(runner, ThreadQueue() if self.overlaps else InlineQueue()))
+        queue = ThreadQueue() if self.overlaps else InlineQueue()
+        queue.submit(self.device.bind_thread)
+        self._start(InProcessExecutor(runner, queue))
 
     def _build_runner(self) -> tuple[Runner, Sizes]:
         config, model_config = self.config, self.model_config
@@ -687,8 +689,8 @@ class LLM:
             problems.append(str(error))
         if params.prompt_logprobs and self.config.replay.mode != "off":
             problems.append(
-                "prompt_logprobs cannot be had under bounded replay, which computes the last tokens "
-                "of a prompt only: leave them away, or set replay.mode to off"
+                "prompt_logprobs cannot be had under bounded replay, which computes the last "
+                "tokens of a prompt only: leave them away, or set replay.mode to off"
             )
         if params.stop_strings and self.tokenizer is None:
             problems.append("stop strings need the checkpoint's tokenizer.json: use stop_token_ids")

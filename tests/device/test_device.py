@@ -16,6 +16,7 @@ def test_the_cpu_says_what_it_is() -> None:
     assert device.capability.arch == "cpu" and device.capability.name
     assert 0 < device.available_bytes() <= device.capability.total_bytes
     device.synchronize()
+    device.bind_thread()
     with device.no_sync():
         assert torch.ones(2, device=device.torch_device).sum().item() == 2.0
 

@@ -46,6 +46,10 @@ class Device(Protocol):
         """Return a scope in which a host wait on the device is an error."""
         ...
 
+    def bind_thread(self) -> None:
+        """Make it the device of the calling thread, as far as its library has such a notion."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until everything enqueued is done."""
         ...

@@ -47,6 +47,9 @@ class CpuDevice:
         """Return a scope without effect."""
         return nullcontext()
 
+    def bind_thread(self) -> None:
+        """Do nothing."""
+
     def synchronize(self) -> None:
         """Do nothing."""
 

@@ -44,6 +44,10 @@ class CudaDevice:
         """Return a scope in which torch raises on a host wait."""
         return _no_sync()
 
+    def bind_thread(self) -> None:
+        """Make it the calling thread's current card, which kernels are launched on."""
+        torch.cuda.set_device(self.torch_device)
+
     def synchronize(self) -> None:
         """Wait for the card."""
         torch.cuda.synchronize(self.torch_device)
