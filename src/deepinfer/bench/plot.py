@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deepinfer.bench.evalreport import EvalRecord, Figure
+from deepinfer.bench.speculation import Outcome
 from deepinfer.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_evaluation", "require_matplotlib"]
+__all__ = ["draw_evaluation", "draw_speculation", "require_matplotlib"]
 
 _INK: Final = (
     "#2f5d8a", "#c8743a", "#7a9a4f", "#8a6aa3", "#999999", "#b0527a", "#4f9a94", "#b39b3c",
@@ -48,6 +49,36 @@ def draw_evaluation(records: Sequence[EvalRecord], file: Path) -> None:
         + ("" if first.limit is None else f", limit {first.limit}"),
         fontsize=10,
     )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    page.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def draw_speculation(outcomes: Sequence[Outcome], file: Path) -> None:
+    """Draw simulated throughput by load, a panel for each acceptance.
+
+    Raises UnsupportedError without matplotlib.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Page
+
+    rates = sorted({o.acceptance for o in outcomes})
+    page = Page(figsize=(4.4 * len(rates), 4), layout="constrained")
+    FigureCanvasAgg(page)
+    panels = page.subplots(1, len(rates), squeeze=False)[0]
+    for panel, rate in zip(panels, rates, strict=True):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=8)
+        panel.set_title(f"{rate:.0%} of the drafts right", fontsize=9)
+        for i, policy in enumerate(("off", "fixed", "variable")):
+            part = [o for o in outcomes if o.acceptance == rate and o.policy == policy]
+            loads = [o.sequences for o in part]
+            panel.plot(loads, [o.tokens_per_s for o in part], "o-", ms=3, label=policy, c=_INK[i])
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xlabel("sequences", fontsize=8)
+        panel.set_ylabel("tokens per second of one device (simulated)", fontsize=8)
+        _legend(panel)
     file.parent.mkdir(parents=True, exist_ok=True)
     page.savefig(file, dpi=110, metadata={"Software": None})
 

@@ -75,6 +75,17 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     grammar.add_argument("--repeat", type=positive, default=3, metavar="N", help="repeats (3)")
     add_settings(grammar)
     grammar.set_defaults(func=run)
+    speculation = forms.add_parser(
+        "speculation",
+        help="simulate choosing verified drafts",
+        description="Simulate a saturated device with a given cost of steps: no drafts, all "
+        "drafts, and as many as the engine's planner chooses. No model is run.",
+    )
+    speculation.add_argument("--plot", metavar="FILE", help="draw the curves as PNG")
+    speculation.add_argument(
+        "--steps", type=positive, default=400, metavar="N", help="steps of each run (400)"
+    )
+    speculation.set_defaults(func=run)
     show = forms.add_parser("show", help="print kept figures", description="Print kept figures.")
     show.add_argument("file", nargs="?", default=_FILE, metavar="FILE", help=f"records ({_FILE})")
     show.set_defaults(func=run)
@@ -85,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if args.form == "show":
         print(table(read(Path(args.file).expanduser())))
         return 0
+    if args.form == "speculation":
+        return _simulate(args)
     out = None if args.out is None else Path(args.out).expanduser()
     if out is not None:
         append(out, [])  # measuring takes long: find out first whether writing works
@@ -93,6 +106,18 @@ def run(args: argparse.Namespace) -> int:
     if out is not None:
         append(out, records)
         note(f"{out}: {len(records)} records added")
+    return 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from deepinfer.bench.speculation import spelled, sweep
+
+    outcomes = sweep(acceptances=(0.3, 0.75, 0.95), steps=args.steps)
+    print(spelled(outcomes))
+    if args.plot is not None:
+        from deepinfer.bench.plot import draw_speculation
+
+        draw_speculation(outcomes, Path(args.plot).expanduser())
     return 0
 
 
