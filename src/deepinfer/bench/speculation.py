@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from deepinfer.engine.speculation import CostCurve, DraftPlanner
 from deepinfer.sampling.rng import derive_seed
 
-__all__ = ["NODE_CURVE", "Outcome", "Policy", "simulate", "sweep"]
+__all__ = ["NODE_CURVE", "Outcome", "Policy", "simulate", "spelled", "sweep"]
 
 Policy = Literal["off", "fixed", "variable"]
 
@@ -116,3 +116,20 @@ def sweep(
         for num in sequences
         for policy in policies
     ]
+
+
+def spelled(outcomes: list[Outcome]) -> str:
+    """Lay outcomes out as a table: a line for each load, tokens per second of each policy."""
+    found = {(o.acceptance, o.sequences, o.policy): o for o in outcomes}
+    lines = [
+        "acceptance  sequences       off     fixed  variable  against fixed  against best  rows",
+    ]
+    for acceptance, num in dict.fromkeys((o.acceptance, o.sequences) for o in outcomes):
+        off, fixed, chosen = (found[acceptance, num, p] for p in ("off", "fixed", "variable"))
+        gain = chosen.tokens_per_s / fixed.tokens_per_s - 1
+        best = chosen.tokens_per_s / max(fixed.tokens_per_s, off.tokens_per_s) - 1
+        lines.append(
+            f"{acceptance:10.2f} {num:10d} {off.tokens_per_s:9.0f} {fixed.tokens_per_s:9.0f} "
+            f"{chosen.tokens_per_s:9.0f} {gain:+14.1%} {best:+13.1%} {chosen.verified_length:5.2f}"
+        )
+    return "\n".join(lines)
