@@ -236,9 +236,10 @@ def test_a_long_soak(overlap: bool) -> None:
 
 @pytest.mark.slow
 def test_a_soak_of_the_model() -> None:
-    """1,000 requests on the packaged checkpoint with random aborts."""
+    """1,000 requests on the packaged checkpoint with random aborts, in a pool soon used whole."""
     rng = random.Random(8)
-    with LLM("golden", device="cpu", config={"scheduling.max_num_seqs": 16}) as llm:
+    settings = {"scheduling.max_num_seqs": 16, "cache.num_blocks": 24}
+    with LLM("golden", device="cpu", config=settings) as llm:
         submitted, done = 0, 0
         live: list[int] = []
         sizes: list[int] = []
