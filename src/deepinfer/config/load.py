@@ -47,6 +47,7 @@ _ALIASES: Final[Mapping[str, str]] = {
     "USE_NEXTN_DECODE": "speculation.num_drafts",
     "ENABLE_MTP_VARLEN": "speculation.variable",
     "DFLASH_CONFIDENCE_HEAD_TEMPERATURE": "speculation.confidence_temperatures",
+    "DECODE_PERF_CACHE_TTL_SEC": "speculation.cost_cache_seconds",
     "MAX_BACKTRACKING_TOKENS": "cache.max_rollback",
     "ZERO_OVERHEAD_SCHEDULING": "scheduling.overlap",
     "YOCO_PREFILL_TRUNCATION_MODE": "replay.mode",
@@ -58,7 +59,7 @@ _ALIASES: Final[Mapping[str, str]] = {
 # Switches of the original engine without a setting in this version.
 _WITHOUT_SETTING: Final = frozenset(
     """
-    ACCELERATOR JIT_CACHE_DIR HF_MODEL_DIR DECODE_PERF_CACHE_DIR DECODE_PERF_CACHE_TTL_SEC
+    ACCELERATOR JIT_CACHE_DIR HF_MODEL_DIR DECODE_PERF_CACHE_DIR
     PREFILL_ATTEMPT_INTERVAL PREFILL_ANY_ATTEMPT_INTERVAL PREFILL_MAX_SUM_SEQLEN_K
     INDEX_ATTN_MEMORY_LIMIT SAMPLER_FORCE_TOPK COMPUTE_SUM_SMALLER_PROBS ENFORCE_EAGER
     DFLASH_ENFORCE_EAGER CUDAGRAPH_BATCH_SIZE_INTERVAL DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL
