@@ -83,7 +83,7 @@ def test_problems_name_their_source(tmp_path: Path) -> None:
         load_engine_config(
             toml=toml,
             sets=["numerics.mode=x"],
-            environ={"DEEPINFER_USE_NEXTN_DECODE": "5"},
+            environ={"DEEPINFER_USE_NEXTN_DECODE": "-5"},
         )
     found = str(caught.value)
     assert "DEEPINFER_USE_NEXTN_DECODE" in found
