@@ -1,9 +1,10 @@
-"""Train the DSpark draft blocks on the frozen backbone.
+"""Train the DSpark draft blocks on the frozen, quantized backbone.
 
-Rows i of a block after position p predicts the token at p + 2 + i; its target is what the backbone predicts there.
-The Markov head sees the true previous token. The confidence head learns whether a greedy draft is the backbone's
-greedy token, given that all earlier drafts were; it is trained where the text itself is the backbone's greedy choice,
-because that is where it is asked. The fitted temperatures go into `temperatures.json`.
+Row i of a block after position p predicts the token at p + 2 + i; its target is what the backbone predicts there. Half of
+the batches are rows in which stretches of text are replaced by the backbone's own greedy continuation, because that is
+what drafts are compared with when an engine runs. The confidence head is not trained by gradient steps: it is a
+logistic regression on the finished blocks, solved by Newton steps. Its temperatures, one for every draft, are fitted on one
+half of greedy continuations of held-out text and checked on the other; they go into `temperatures.json`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,25 @@ from demo.model import (
     Backbone,
     Params,
     Shape,
-    init_drafts,
+    drafts_from,
     layer_back,
     layer_front,
     linear8,
     mix,
     rms,
     rope_tables,
+    rotate,
     sub,
 )
 from demo.optim import Optimizer
-from demo.rows import Corpus, batches, evaluation_rows
-from demo.train import DIGIT_IDS, Step, load_inputs, load_parts, save_parts, schedule
+from demo.rows import EOS_ID, Corpus, batches, evaluation_rows
+from demo.train import DIGIT_IDS, Step, load_inputs, load_parts, save_parts
+
+REAL, GREEDY = 32, 48  # tokens of text, then of the backbone's own continuation, in turns
+TESTED = 80  # tokens of greedy continuation in held-out rows
+BALANCE = 0.05
+GREEDY_SHARE = 3  # one step in so many uses greedy rows
+CATEGORIES = ("natural", "json", "wordnet", "json_chat", "tool_chat", "needle")
 
 
 def main_features(p: Params, taps: Tensor, qat: bool) -> Tensor:
@@ -50,8 +58,6 @@ def main_features(p: Params, taps: Tensor, qat: bool) -> Tensor:
 
 def main_keys(p: Params, main8: Tensor, cos: Tensor, sin: Tensor, qat: bool) -> Tensor:
     """Return one draft layer's keys of every target position, [B,T,d]."""
-    from demo.model import rotate
-
     kv = rotate(rms(linear8(main8, p["attn.wkv.weight"], qat), p["attn.kv_norm.weight"]), cos, sin)
     return quant.act8(kv) if qat else kv
 
@@ -59,14 +65,14 @@ def main_keys(p: Params, main8: Tensor, cos: Tensor, sin: Tensor, qat: bool) -> 
 def block_attention(
     q: Tensor, kv: Tensor, window: Tensor, allowed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attend from block rows [B,A,K,H,d] to the window [B,A,W,d] (where allowed [A,W]) and to all block rows.
+    """Attend from block rows [B,A,K,H,d] to the window [B,A,W,d] (where allowed [B,A,W]) and to all block rows.
 
     Returns (o [B,A,H,K,d], lse [B,A,H,K]) without sink.
     """
     scale = q.shape[-1] ** -0.5
     q = q.transpose(-3, -2)
     near = torch.einsum("bahkd,bawd->bahkw", q, window).float() * scale
-    near = near.masked_fill(~allowed[:, None, None], -1e30)
+    near = near.masked_fill(~allowed[:, :, None, None], -1e30)
     own = torch.einsum("bahkd,bajd->bahkj", q, kv).float() * scale
     scores = torch.cat([near, own], -1)
     lse = torch.logsumexp(scores, -1)
@@ -74,45 +80,31 @@ def block_attention(
     return torch.einsum("bahks,basd->bahkd", weights, torch.cat([window, kv], 2)), lse
 
 
-def head_logits(
-    p: Params, h: Tensor, head: Tensor, previous: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (logits with the Markov bias [...,V], confidence logits [...], Markov embedding)."""
+def head_logits(p: Params, h: Tensor, head: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (logits with the Markov bias [...,V] fp32, features of the confidence head [...,D + rank] fp32)."""
     base = F.linear(rms(h, p["norm.weight"]), head.to(torch.bfloat16)).float()
     e = F.embedding(previous, p["markov_head.embed.weight"]).to(torch.bfloat16)
     logits = base + F.linear(e, p["markov_head.head.weight"].to(torch.bfloat16)).float()
-    features = torch.cat([h.detach(), e.detach()], -1).float()
-    confidence = F.linear(features, p["confidence_head.proj.weight"].to(torch.bfloat16).float())[
-        ..., 0
-    ]
-    return logits, confidence, e
+    return logits, torch.cat([h.detach(), e.detach()], -1).float()
 
 
-def losses(
-    logits: Tensor,
-    confidence: Tensor,
-    teacher: Tensor,
-    ids: Tensor,
-    hidden_logits_before: Tensor,
-    decay: Tensor,
-) -> Tensor:
-    """Return stacked statistics; element 0 is the loss.
+def losses(logits: Tensor, teacher: Tensor, ids: Tensor, before: Tensor, decay: Tensor) -> Tensor:
+    """Return the loss, then matches [K] and trials [K] of every draft row.
 
-    logits, teacher [B,A,K,V]; ids [B,A,K]: the true tokens at p+1..p+K, `hidden_logits_before` [B,A,K] the backbone's greedy
-    tokens there. Elements 3.. are, for each row, matches and trials given that the text is greedy and all earlier drafts match.
+    logits, teacher [B,A,K,V]; ids [B,A,K]: the tokens at p+1..p+K; before [B,A,K]: the backbone's greedy tokens there. A row
+    counts as a trial when the text up to it is greedy and all earlier drafts match; rows after a token that is
+    not greedy teach less.
     """
     logq, logp = torch.log_softmax(logits, -1), torch.log_softmax(teacher, -1)
     kl = (logp.exp() * (logp - logq)).sum(-1)
     best = teacher.argmax(-1)
     hard = -logq.gather(-1, best[..., None])[..., 0]
-    loss = ((0.5 * kl + 0.5 * hard) * decay).mean()
+    greedy = (ids == before).float().cumprod(-1)
+    weight = decay * (0.3 + 0.7 * greedy)
+    loss = ((0.3 * kl + 0.7 * hard) * weight).sum() / weight.sum()
     match = (logits.argmax(-1) == best).float()
-    greedy = (ids == hidden_logits_before).float().cumprod(-1)
     reached = torch.cat([torch.ones_like(match[..., :1]), match.cumprod(-1)[..., :-1]], -1) * greedy
-    bce = F.binary_cross_entropy_with_logits(confidence, match, reduction="none")
-    conf = (bce * reached).sum() / (reached.sum() + 1)
-    stats = [loss + 0.3 * conf, kl.mean(), conf]
-    return torch.cat([torch.stack(stats), (match * reached).sum((0, 1)), reached.sum((0, 1))])
+    return torch.cat([loss[None], (match * reached).sum((0, 1)), reached.sum((0, 1))])
 
 
 class Drafter:
@@ -123,119 +115,245 @@ class Drafter:
         wrap: Callable[..., Any] = torch.compile(dynamic=False) if compile_parts else (lambda f: f)
         self.front, self.back = wrap(layer_front), wrap(layer_back)
         self.features, self.keys = wrap(main_features), wrap(main_keys)
-        self.attend, self.head, self.losses = wrap(block_attention), wrap(head_logits), wrap(losses)
+        # The attention runs uncompiled: compiled products of 69 keys gave NaN after some hundred steps on an H200.
+        self.attend = block_attention
+        self.head, self.losses = wrap(head_logits), wrap(losses)
         self.cos, self.sin = (
             t.to(model.device) for t in rope_tables(shape, torch.arange(model.length + 8), False)
         )
 
     def __call__(
         self, params: Params, frozen: Params, ids: Tensor, taps: Tensor, anchors: Tensor, qat: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return (logits [B,A,K,V], confidence logits [B,A,K]) of the blocks after positions `anchors` [A]."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (logits [B,A,K,V], confidence features [B,A,K,F], imbalance, loads [blocks,E]) of the blocks after `anchors` [B,A]."""
         s = self.shape
         k, blocks = s.dspark_block_size, s.num_nextn_predict_layers
-        offsets = torch.arange(k, device=ids.device)
-        positions = anchors[:, None] + 1 + offsets
+        line = torch.arange(ids.shape[0], device=ids.device)[:, None]
+        positions = anchors[..., None] + 1 + torch.arange(k, device=ids.device)
         cos, sin = self.cos[positions], self.sin[positions]
-        tokens = torch.full(
-            (ids.shape[0], len(anchors), k), s.dspark_noise_token_id, device=ids.device
-        )
-        tokens[:, :, 0] = ids[:, anchors + 1]
+        tokens = torch.full((*anchors.shape, k), s.dspark_noise_token_id, device=ids.device)
+        tokens[..., 0] = ids[line, anchors + 1]
         h = F.embedding(tokens, frozen["embed.weight"].detach()).to(torch.bfloat16)
         h = h[..., None, :].expand(*h.shape[:-1], s.hc_mult, h.shape[-1]).contiguous()
         pre = torch.zeros(*tokens.shape, s.hc_mult, device=ids.device)
         pre[..., 0] = 1
-        main = self.features(sub(params, "mtp.0."), taps, qat)
+        main = self.features(
+            {n: params[f"mtp.0.{n}"] for n in ("main_proj.weight", "main_norm.weight")}, taps, qat
+        )
         main8 = quant.act8(main) if qat else main
-        past = anchors[:, None] - torch.arange(s.sliding_window - 1, -1, -1, device=ids.device)
+        past = anchors[..., None] - torch.arange(s.sliding_window - 1, -1, -1, device=ids.device)
         allowed = past >= 0
-        counted = torch.ones(tokens.shape, device=ids.device)
+        counted = torch.ones(*tokens.shape, 1, device=ids.device)
+        imbalance = torch.zeros((), device=ids.device)
+        loads = []
         for block in range(blocks):
             p = sub(params, f"mtp.{block}.")
             keys = self.keys({n: p[n] for n in ("attn.wkv.weight", "attn.kv_norm.weight")}, main8,
-                             self.cos[: ids.shape[1]], self.sin[: ids.shape[1]], qat)  # fmt: skip
-            window = keys[:, past.clamp_min(0)]
+                             self.cos[: taps.shape[1]], self.sin[: taps.shape[1]], qat)  # fmt: skip
+            window = keys[line[..., None], past.clamp_min(0)]
             q, kv, pre_a, post, comb = self.front(
                 p, h, pre, (cos, sin), None, 0, s.num_attention_heads, s.index_n_heads, False, False,
                 s.hc_sinkhorn_iters, s.hc_eps, qat,
             )  # fmt: skip
             o, lse = self.attend(q, kv, window, allowed)
-            h, pre, _ = self.back(
+            h, pre, load, pressure = self.back(
                 p, h, o, lse, (cos, sin), pre_a, post, comb, counted, s.o_groups, s.dspark_num_experts_per_tok,
                 s.swiglu_limit, s.routed_scaling_factor, s.hc_sinkhorn_iters, s.hc_eps, qat,
             )  # fmt: skip
+            imbalance = imbalance + pressure
+            loads.append(load[0].detach())
         h = mix(h, pre)
-        logits, confidence, _ = self.head(
-            sub(params, f"mtp.{blocks - 1}."), h, frozen["head.weight"].detach(), ids[:, positions]
-        )
-        return logits, confidence
+        logits, features = self.head(
+            sub(params, f"mtp.{blocks - 1}."), h, frozen["head.weight"].detach(), ids[line[..., None], positions]
+        )  # fmt: skip
+        return logits, features, imbalance, torch.stack(loads)
 
-    def run(
-        self, params: Params, frozen: Params, decay: Tensor, ids: Tensor, anchors: Tensor
+    def teacher(
+        self, frozen: Params, ids: Tensor, hidden: Tensor, anchors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (statistics, confidence logits, logits match) for ids [B,T+1]."""
-        with torch.no_grad():
-            out = self.model(
-                frozen, ids[:, :-1].contiguous(), top_k=self.shape.index_topk, qat=True
-            )
-        taps, hidden = out["taps"], out["hidden"]
-        logits, confidence = self(params, frozen, ids[:, :-1].contiguous(), taps, anchors, True)
-        positions = anchors[:, None] + torch.arange(
+        """Return (the backbone's logits [B,A,K,V], the tokens at p+1..p+K, the backbone's greedy tokens there)."""
+        line = torch.arange(ids.shape[0], device=ids.device)[:, None, None]
+        positions = anchors[..., None] + torch.arange(
             self.shape.dspark_block_size + 1, device=ids.device
         )
         with torch.no_grad():
-            every = F.linear(hidden[:, positions], frozen["head.weight"].bfloat16()).float()
-        teacher, before = every[:, :, 1:], every[:, :, :-1].argmax(-1)
-        stats = self.losses(logits, confidence, teacher, ids[:, positions[:, 1:]], before, decay)
-        match = (logits.detach().argmax(-1) == teacher.argmax(-1)).float()
-        greedy = (ids[:, positions[:, 1:]] == before).float().cumprod(-1)
-        return stats, confidence, torch.stack([match, greedy])
+            every = F.linear(hidden[line, positions], frozen["head.weight"].bfloat16()).float()
+        return every[:, :, 1:], ids[line, positions[..., 1:]], every[:, :, :-1].argmax(-1)
+
+    def step(
+        self, params: Params, frozen: Params, decay: Tensor, ids: Tensor, taps: Tensor, hidden: Tensor, anchors: Tensor
+    ) -> Tensor:  # fmt: skip
+        """Forward and backward of one batch; returns detached statistics, the loads of the experts last."""
+        logits, _, imbalance, loads = self(params, frozen, ids, taps, anchors, True)
+        stats = self.losses(logits, *self.teacher(frozen, ids, hidden, anchors), decay)
+        (stats[0] + BALANCE * imbalance).backward()
+        return torch.cat([stats.detach(), loads.flatten()])
 
 
-def step_function(
-    drafter: Drafter, params: Params, frozen: Params, decay: Tensor, ids: Tensor, anchors: Tensor
-) -> Tensor:
-    """Forward and backward of one batch; returns detached statistics."""
-    stats, _, _ = drafter.run(params, frozen, decay, ids, anchors)
-    stats[0].backward()
-    return stats.detach()
+class Writer:
+    """The frozen backbone: features of rows, and rows continued greedily."""
 
+    def __init__(self, model: Backbone, frozen: Params, record: bool) -> None:
+        self.model, self.frozen, self.record = model, frozen, record
+        self.graph: torch.cuda.CUDAGraph | None = None
 
-def lengths(matches: np.ndarray, trials: np.ndarray) -> tuple[list[float], float]:
-    """Return (conditional acceptance of each draft, mean accepted length with the bonus token)."""
-    rates = (matches / np.maximum(trials, 1)).tolist()
-    return rates, 1.0 + float(np.cumprod(rates).sum())
-
-
-def evaluate(drafter: Drafter, params: Params, frozen: Params, held: Corpus, category: str, batch: int, limit: int,
-             anchors: Tensor, decay: Tensor) -> dict[str, Any]:  # fmt: skip
-    """Return acceptance and the raw (confidence logit, match) pairs of every draft position of a category."""
-    ids, counted, _ = evaluation_rows(held, category, drafter.model.length)
-    k = drafter.shape.dspark_block_size
-    pairs: list[list[np.ndarray]] = [[] for _ in range(k)]
-    for first in range(0, min(limit, len(ids)), batch):
-        part = np.full((batch, drafter.model.length + 1), 2, np.int64)
-        chosen = ids[first : first + batch]
-        part[: len(chosen)] = chosen
-        rows = torch.from_numpy(part).to(drafter.model.device)
-        _stats, confidence, flags = drafter.run(params, frozen, decay, rows, anchors)
-        match, greedy = flags.cpu().numpy()
-        real = np.zeros((batch, len(anchors)), np.float32)
-        real[: len(chosen)] = counted[first : first + batch][:, anchors.cpu().numpy() + k]
-        reached = (
-            np.concatenate([np.ones_like(match[..., :1]), np.cumprod(match, -1)[..., :-1]], -1)
-            * greedy
-            * real[..., None]
+    def _forward(self) -> None:
+        out = self.model(self.frozen, self.ids, top_k=self.model.shape.index_topk, qat=True)
+        self.taps, self.hidden = out["taps"].detach(), out["hidden"].detach()
+        line = torch.arange(len(self.ids), device=self.ids.device)[:, None]
+        logits = F.linear(
+            self.hidden[line, self.cols], self.frozen["head.weight"].detach().bfloat16()
         )
-        conf = confidence.detach().float().cpu().numpy()
-        for i in range(k):
-            keep = reached[..., i] > 0
-            pairs[i].append(np.stack([conf[..., i][keep], match[..., i][keep]]))
-    joined = [np.concatenate(p, 1) for p in pairs]
-    rates, length = lengths(
-        np.array([p[1].sum() for p in joined]), np.array([p.shape[1] for p in joined])
-    )
-    return {"acceptance": rates, "mean_accepted_length": length, "pairs": joined}
+        self.best = logits.argmax(-1)
+
+    def __call__(self, ids: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (taps, hidden, greedy tokens after `cols` [B,S]) of rows [B,T]; valid until the next call."""
+        if not self.record:
+            self.ids, self.cols = ids, cols
+            self._forward()
+            return self.taps, self.hidden, self.best
+        if self.graph is None:
+            self.ids, self.cols = ids.clone(), cols.clone()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self._forward()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self._forward()
+        self.ids.copy_(ids)
+        self.cols[:, : cols.shape[1]] = cols
+        self.graph.replay()
+        return self.taps, self.hidden, self.best[:, : cols.shape[1]]
+
+    def continue_rows(self, ids: Tensor, starts: Tensor, count: int) -> None:
+        """Replace `count` tokens after every column of `starts` [B,S] by the greedy continuation, in place."""
+        line = torch.arange(len(ids), device=ids.device)[:, None]
+        for step in range(count):
+            cols = starts + step
+            *_, best = self(ids[:, :-1].contiguous(), cols)
+            ids[line, cols + 1] = best
+
+
+def regular_starts(rows: int, length: int, device: torch.device) -> Tensor:
+    """Return the last text column before every greedy stretch, [rows, S]."""
+    starts = torch.arange(REAL - 1, length - GREEDY - 8, REAL + GREEDY, device=device)
+    return starts.expand(rows, -1).contiguous()
+
+
+def stretch_anchors(
+    ids: np.ndarray, starts: Sequence[np.ndarray], count: int, k: int
+) -> list[np.ndarray]:
+    """Return the positions of every row from which a whole block lies inside a greedy stretch, before its EOS."""
+    out = []
+    for row, columns in zip(ids, starts, strict=True):
+        parts = [np.zeros(0, np.int64)]
+        for start in columns:
+            text = row[start + 1 : start + 1 + count]
+            ends = np.flatnonzero(text == EOS_ID)
+            usable = int(ends[0]) + 1 if ends.size else count
+            parts.append(np.arange(start, start + usable - k))
+        out.append(np.concatenate(parts))
+    return out
+
+
+class Pool:
+    """Rows with the backbone's features, kept on the device, and the anchors that blocks may start from."""
+
+    def __init__(self, seed: int) -> None:
+        self.rows: list[tuple[Tensor, Tensor, Tensor, list[np.ndarray]]] = []
+        self.rng = np.random.default_rng(seed)
+
+    def add(self, writer: Writer, ids: Tensor, allowed: list[np.ndarray]) -> None:
+        """Compute the features of rows [B,T+1] and keep them."""
+        taps, hidden, _ = writer(ids[:, :-1].contiguous(), torch.zeros_like(ids[:, :1]))
+        self.rows.append((ids.clone(), taps.clone(), hidden.clone(), allowed))
+
+    def draw(self, anchors: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (ids, taps, hidden, anchors [B,A]) of a random batch."""
+        ids, taps, hidden, allowed = self.rows[int(self.rng.integers(len(self.rows)))]
+        picked = [
+            self.rng.choice(a, anchors) if a.size else np.zeros(anchors, np.int64) for a in allowed
+        ]
+        return ids, taps, hidden, torch.from_numpy(np.stack(picked)).to(ids.device)
+
+
+class Trials:
+    """Blocks drafted after every position of greedy stretches."""
+
+    def __init__(self, k: int) -> None:
+        self.features: list[Tensor] = []
+        self.match: list[Tensor] = []
+        self.reached: list[Tensor] = []
+        self.lengths: list[int] = []
+        self.k = k
+
+    def add(self, drafter: Drafter, params: Params, frozen: Params, rows: tuple[Tensor, Tensor, Tensor],
+            starts: Sequence[np.ndarray], count: int, anchors: int) -> None:  # fmt: skip
+        """Draft after the positions of every stretch and walk through it as an engine would."""
+        ids, taps, hidden = rows
+        allowed = stretch_anchors(ids.cpu().numpy(), starts, count, self.k)
+        width = -(-max(len(a) for a in allowed) // anchors) * anchors
+        padded = np.zeros((len(allowed), width), np.int64)
+        for row, a in enumerate(allowed):
+            padded[row, : len(a)] = a
+        parts = []
+        for first in range(0, width, anchors):
+            at = torch.from_numpy(padded[:, first : first + anchors]).to(ids.device)
+            logits, features, *_ = drafter(params, frozen, ids, taps, at, True)
+            best, text, before = drafter.teacher(frozen, ids, hidden, at)
+            match = (logits.detach().argmax(-1) == best.argmax(-1)).float()
+            parts.append((features.detach(), match, (text == before).float().cumprod(-1)))
+        feats, match, greedy = (torch.cat(p, 1) for p in zip(*parts, strict=True))
+        reached = greedy * torch.cat([torch.ones_like(match[..., :1]), match.cumprod(-1)[..., :-1]], -1)  # fmt: skip
+        flags = match.cpu().numpy()
+        for row, a in enumerate(allowed):
+            n = len(a)
+            self.features.append(feats[row, :n])
+            self.match.append(match[row, :n])
+            self.reached.append(reached[row, :n])
+            where = {int(p): i for i, p in enumerate(a)}
+            for start in starts[row]:
+                p = int(start)
+                while p in where:
+                    hit = flags[row, where[p]]
+                    accepted = int(np.cumprod(hit).sum())
+                    self.lengths.append(accepted + 1)
+                    p += accepted + 1
+
+    def joined(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (features [N,K,F], match [N,K], reached [N,K])."""
+        return torch.cat(self.features), torch.cat(self.match), torch.cat(self.reached)
+
+    def summary(self) -> dict[str, Any]:
+        """Return rates of acceptance given that all earlier drafts match, and the mean accepted length with the bonus."""
+        _, match, reached = self.joined()
+        trials = reached.sum(0)
+        return {
+            "acceptance": ((match * reached).sum(0) / trials.clamp_min(1)).tolist(),
+            "trials": [int(t) for t in trials],
+            "mean_accepted_length": float(np.mean(self.lengths)) if self.lengths else 0.0,
+            "steps": len(self.lengths),
+        }
+
+
+def fit_confidence(features: Tensor, match: Tensor, reached: Tensor, ridge: float = 1e-3) -> Tensor:
+    """Return the weights [F] of the logistic regression of match on features over the reached rows, without a constant."""
+    keep = reached.flatten() > 0
+    x, y = features.flatten(0, 1)[keep].double(), match.flatten()[keep].double()
+    scale = x.square().mean(0).sqrt() + 1e-9
+    x = x / scale
+    w = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    eye = torch.eye(len(w), dtype=torch.float64, device=x.device) * ridge * len(x)
+    for _ in range(25):
+        p = torch.sigmoid(x @ w)
+        gradient = x.T @ (p - y) + eye @ w
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + eye
+        w = w - torch.linalg.solve(hessian, gradient)
+    return (w / scale).float()
 
 
 def calibration_error(
@@ -253,7 +371,7 @@ def calibration_error(
 
 
 def fit_temperatures(pairs: list[np.ndarray]) -> tuple[list[float], list[float]]:
-    """Return (temperature of every position, its calibration error on the other half of the data)."""
+    """Return (temperature of every draft, its calibration error on the other half of the data)."""
     grid = np.exp(np.linspace(np.log(0.3), np.log(4.0), 80))
     fitted, errors = [], []
     for p in pairs:
@@ -264,24 +382,47 @@ def fit_temperatures(pairs: list[np.ndarray]) -> tuple[list[float], list[float]]
     return fitted, errors
 
 
+def held_out_rows(
+    held: Corpus, category: str, length: int, batch: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids [batch, length + 1], starts [batch, S]): where greedy stretches begin, well inside the documents."""
+    ids, _, _ = evaluation_rows(held, category, length)
+    sizes = (ids != 2).sum(1)
+    order = np.argsort(-sizes, kind="stable") if category == "natural" else np.arange(len(ids))
+    chosen = ids[order[:batch]]
+    part = np.full((batch, length + 1), 2, np.int64)
+    part[: len(chosen)] = chosen
+    starts = np.zeros((batch, (length - TESTED - 8) // (REAL + TESTED) + 1), np.int64)
+    for row in range(batch):
+        size = int((part[row] != 2).sum())
+        usable = np.arange(REAL - 1, max(REAL, min(size - 8, length - TESTED - 8)), REAL + TESTED)
+        starts[row] = np.resize(usable, starts.shape[1])
+    return part, starts
+
+
 def main() -> None:
-    """Train, evaluate, fit temperatures, save."""
+    """Write greedy rows, train, fit the confidence, evaluate, save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".carry"))
     parser.add_argument(
         "--state",
         type=Path,
         default=Path(".carry/state"),
-        help="folder with the backbone (and drafts to resume)",
+        help="folder with the backbone (and drafts to go on with)",
     )
     parser.add_argument("--out", type=Path, default=Path(".carry/state"))
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument(
         "--seconds", type=float, default=0, help="choose the number of steps to end at this time"
     )
+    parser.add_argument("--greedy-batches", type=int, default=48)
+    parser.add_argument("--text-batches", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--anchors", type=int, default=192)
+    parser.add_argument("--anchors", type=int, default=256)
+    parser.add_argument("--muon-lr", type=float, default=0.015)
+    parser.add_argument("--adam-lr", type=float, default=1.5e-3)
+    parser.add_argument("--categories", default=",".join(CATEGORIES), help="to evaluate on")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     began = time.time()
@@ -290,88 +431,147 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     shape, constants, corpus, held = load_inputs(args.work)
     corpus.mark(set(DIGIT_IDS), 1)
+    k, last = shape.dspark_block_size, shape.num_nextn_predict_layers - 1
+    confidence = f"mtp.{last}.confidence_head.proj.weight"
     state = load_parts(args.state, "backbone")
     state.pop("step")
     frozen = {
-        k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias"))
-        for k, v in state.items()
+        n: v.to(device, torch.float32).requires_grad_(not n.endswith("gate.bias"))
+        for n, v in state.items()
     }
-    params = load_parts(args.state, "drafts") or init_drafts(shape)
     params = {
-        k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias"))
-        for k, v in params.items()
+        n: v.to(device, torch.float32).requires_grad_(not n.endswith(("gate.bias", confidence)))
+        for n, v in (drafts_from(shape, state) | load_parts(args.state, "drafts")).items()
     }
     model = Backbone(shape, constants, args.length, device, not args.cpu, not args.cpu)
     drafter = Drafter(shape, model, not args.cpu)
-    optimizer = Optimizer(params, shape.o_groups, muon_lr=0.01, adam_lr=1.5e-3, weight_decay=0.1)
-    k = shape.dspark_block_size
-    decay = torch.tensor([0.85**i for i in range(k)], device=device)
-    decay = decay / decay.mean()
-    generator = torch.Generator(device=device).manual_seed(5)
+    writer = Writer(model, frozen, not args.cpu)
     args.out.mkdir(parents=True, exist_ok=True)
     log = (args.out / "drafts.jsonl").open("a")
 
     def report(**values: Any) -> None:
-        line = json.dumps(values)
+        line = json.dumps(
+            {n: round(v, 5) if isinstance(v, float) else v for n, v in values.items()}
+            | {"seconds": round(time.time() - began, 1)}
+        )
         print(line, flush=True)
         log.write(line + "\n")
         log.flush()
 
-    step, mark = 0, time.time()
+    greedy, text = Pool(1), Pool(2)
+    starts = regular_starts(args.batch, args.length, device)
+    source = batches(corpus, args.length, args.batch, 0.35, 0.15, 7000, 0)
+    with torch.no_grad() if args.cpu else torch.enable_grad():
+        for number in range(args.greedy_batches):
+            ids = torch.from_numpy(next(source)[:, 0].astype(np.int64)).to(device)
+            writer.continue_rows(ids, starts, GREEDY)
+            greedy.add(
+                writer,
+                ids,
+                stretch_anchors(ids.cpu().numpy(), list(starts.cpu().numpy()), GREEDY, k),
+            )
+            if number in (0, 1, args.greedy_batches - 1):
+                report(greedy_batches=number + 1)
+        everywhere = [np.arange(args.length - k - 1)] * args.batch
+        for _ in range(args.text_batches):
+            ids = torch.from_numpy(next(source)[:, 0].astype(np.int64)).to(device)
+            text.add(writer, ids, everywhere)
+        report(text_batches=args.text_batches)
+        tests = {}
+        categories = args.categories.split(",")
+        for category in categories:
+            part, at = held_out_rows(held, category, args.length, args.batch)
+            ids, first = torch.from_numpy(part).to(device), torch.from_numpy(at).to(device)
+            writer.continue_rows(ids, first, TESTED)
+            taps, hidden, _ = writer(ids[:, :-1].contiguous(), first)
+            tests[category] = (ids, taps.clone(), hidden.clone()), [np.unique(a) for a in at]
+        report(held_out=len(tests))
+
+    def tested(category: str) -> Trials:
+        rows, at = tests[category]
+        trials = Trials(k)
+        trials.add(drafter, params, frozen, rows, at, TESTED, args.anchors)
+        return trials
+
+    optimizer = Optimizer(params, shape.o_groups, args.muon_lr, args.adam_lr, weight_decay=0.1)
+    decay = torch.tensor([0.85**i for i in range(k)], device=device)
+    biases = [params[f"mtp.{i}.ffn.gate.bias"] for i in range(last + 1)]
     run: Step | None = None
     ring: list[Tensor] = []
-    for raw in batches(corpus, args.length, args.batch, 0.3, 0.3, 7000, 0):
-        if step >= args.steps:
-            break
-        ids = torch.from_numpy(raw[:, 0].astype(np.int64)).to(device)
-        anchors = torch.randint(
-            0, args.length - k - 1, (args.anchors,), device=device, generator=generator
-        )
+    on_policy: list[Tensor] = []
+    good = {n: v.detach().clone() for n, v in params.items()}
+    step, factor, mark = 0, 1.0, time.time()
+    while step < args.steps:
+        batch = (greedy if step % GREEDY_SHARE == 1 else text).draw(args.anchors)
         if run is None:
-            run = Step(
-                functools.partial(step_function, drafter, params, frozen, decay),
-                params,
-                (ids, anchors),
-                not args.cpu,
-            )
+            call = functools.partial(drafter.step, params, frozen, decay)
+            run = Step(call, params, batch, not args.cpu)
             mark = time.time()
-        stats, grads = run(ids, anchors)
-        optimizer.step(schedule(step, args.steps, step), grads)
-        ring.append(stats.clone())
-        step += 1
-        if step % 100 == 0 or step == 20:
-            v = torch.stack(ring).sum(0).cpu().numpy() / len(ring)
-            seconds = time.time() - mark
-            if args.seconds and step in (100, 600, 1500):
-                args.steps = step + max(
-                    100, int(len(ring) / seconds * (args.seconds - (time.time() - began)))
-                )
-            rates, length = lengths(v[3 : 3 + k], v[3 + k :])
-            report(step=step, steps=args.steps, loss=float(v[0]), kl=float(v[1]), confidence_loss=float(v[2]), rates=rates,
-                   mean_accepted_length=length, steps_per_second=len(ring) / seconds, seconds=time.time() - began)  # fmt: skip
-            ring, mark = [], time.time()
-    save_parts(params, args.out, "drafts")
-    fixed = torch.randperm(args.length - k - 1, generator=torch.Generator().manual_seed(9))[
-        : args.anchors
-    ].to(device)
-    every: list[list[np.ndarray]] = [[] for _ in range(k)]
-    for category in ("natural", "wordnet", "json", "json_chat", "tool_chat", "needle"):
-        found = evaluate(drafter, params, frozen, held, category, args.batch, 160, fixed, decay)
-        pairs = found.pop("pairs")
-        errors = [calibration_error(p[0], p[1], 1.0) if p.shape[1] else 0.0 for p in pairs]
-        report(
-            evaluated=category,
-            trials=[int(p.shape[1]) for p in pairs],
-            error_before=errors,
-            **found,
+        stats, grads = run(*batch)
+        lr = factor * min(1.0, (step + 1) / 200) * max(0.0, 1 - step / args.steps) ** 1.5
+        optimizer.step(lr, grads)
+        load = stats[1 + 2 * k :].view(len(biases), -1)
+        torch._foreach_add_(
+            biases, list(torch.sign(load.mean(-1, keepdim=True) - load) * (2e-3 * lr + 1e-4))
         )
+        ring.append(stats[: 1 + 2 * k].clone())
+        if step % GREEDY_SHARE == 1:
+            on_policy.append(ring[-1])
+        step += 1
+        if step % 100 == 0 or step in (20, args.steps):
+            both = torch.stack(ring)
+            v = (both[-20:].mean(0)).cpu().numpy()
+            if not np.isfinite(v).all():
+                factor *= 0.5
+                bad = [n for n, p in params.items() if not bool(p.isfinite().all())]
+                report(step=step, not_finite=bad[:8], factor=factor)
+                with torch.no_grad():
+                    for n, p in params.items():
+                        p.copy_(good[n])
+                optimizer.reset()
+                if factor < 0.005:
+                    raise SystemExit("the drafts do not train: the loss is not finite")
+            else:
+                good = {n: p.detach().clone() for n, p in params.items()}
+                seconds = time.time() - mark
+                if args.seconds and step in (100, 600, 1500, 3000):
+                    left = args.seconds - (time.time() - began)
+                    args.steps = step + max(100, int(len(ring) / seconds * left))
+                if step % 500 == 0 or step in (20, 100, args.steps):
+                    e = torch.stack(on_policy).mean(0).cpu().numpy()
+                    rates = e[1 : 1 + k] / np.maximum(e[1 + k :], 1)
+                    report(step=step, steps=args.steps, loss=float(both[:, 0].mean()), greedy_rates=rates.round(3).tolist(),
+                           greedy_length=float(1 + np.cumprod(rates).sum()), steps_per_second=len(ring) / seconds)  # fmt: skip
+                if step % 2500 == 0:
+                    save_parts(params, args.out, "drafts")
+                    report(step=step, **{c: tested(c).summary()["mean_accepted_length"] for c in categories})  # fmt: skip
+            ring, on_policy, mark = [], [], time.time()
+    save_parts(params, args.out, "drafts")
+    seen = Trials(k)
+    for ids, taps, hidden, _ in greedy.rows[:12]:
+        seen.add(drafter, params, frozen, (ids, taps, hidden), list(starts.cpu().numpy()), GREEDY, args.anchors)  # fmt: skip
+    weights = fit_confidence(*seen.joined())
+    with torch.no_grad():
+        params[confidence].copy_(weights[None].bfloat16().float())
+    save_parts(params, args.out, "drafts")
+    pairs: list[list[np.ndarray]] = [[] for _ in range(k)]
+    for category in categories:
+        trials = tested(category)
+        features, match, reached = trials.joined()
+        logit = features @ weights.bfloat16().float()
+        flat = [
+            np.stack([a[reached[:, i] > 0].cpu().numpy() for a in (logit[:, i], match[:, i])])
+            for i in range(k)
+        ]
+        report(evaluated=category, error_before=[round(calibration_error(p[0], p[1], 1.0), 4) if p.shape[1] else 0.0 for p in flat],
+               **trials.summary())  # fmt: skip
         if category in ("natural", "json"):
-            for i, p in enumerate(pairs):
-                every[i].append(p)
+            for i, p in enumerate(flat):
+                pairs[i].append(p)
     rng = np.random.default_rng(0)
-    joined = [np.concatenate(p, 1) for p in every]
-    fitted, errors = fit_temperatures([p[:, rng.permutation(p.shape[1])] for p in joined])
-    report(temperatures=fitted, error_after=errors, seconds=time.time() - began)
+    whole = [np.concatenate(p, 1) for p in pairs]
+    fitted, errors = fit_temperatures([p[:, rng.permutation(p.shape[1])] for p in whole])
+    report(temperatures=fitted, error_after=errors)
     (args.out / "temperatures.json").write_text(json.dumps(fitted))
 
 

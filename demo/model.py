@@ -122,10 +122,26 @@ def linear8(x: Tensor, w: Tensor, qat: bool) -> Tensor:
     return F.linear(x, quant.weight8(w) if qat else w.to(torch.bfloat16))
 
 
+def router_pressure(load: Tensor, share: Tensor) -> Tensor:
+    """Return a scalar whose gradient moves router scores away from experts far outside their fair share.
+
+    load [C,E]: choices of every kind of token; share [C,E]: the sum of the normalized scores. Experts between 0.5x and
+    2x of the fair share exert no pressure.
+    """
+    experts = load.shape[-1]
+    fair = load.detach() * experts / (load.detach().sum(-1, keepdim=True) + 1e-6)
+    excess = fair - fair.clamp(0.5, 2.0)
+    seen = (load.sum(-1, keepdim=True) > 64 * experts).to(share.dtype)
+    return (seen * excess * share / (share.detach().sum(-1, keepdim=True) + 1e-6)).sum()
+
+
 def moe(
     p: Params, x: Tensor, counted: Tensor, top_k: int, limit: float, scaling: float, qat: bool
-) -> tuple[Tensor, Tensor]:
-    """Return (output, `counted` tokens per expert [E]); all experts are computed as one wide product, unchosen ones masked."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (output, tokens per kind and expert [C,E], imbalance, a scalar).
+
+    `counted` [...,C] tells of which kind a token is. All experts are computed as one wide product, unchosen ones masked.
+    """
     x8 = quant.act8(x) if qat else x
     w1, w3, w2 = (
         p["ffn.experts.w1"],
@@ -133,14 +149,19 @@ def moe(
         p["ffn.experts.w2"],
     )  # [E,I,D], [E,I,D], [E,D,I]
     experts, inner, _ = w1.shape
-    score = torch.sqrt(
-        F.softplus(F.linear(x.float(), p["ffn.gate.weight"].to(torch.bfloat16).float()))
-    )
+    routing = F.linear(x.float(), p["ffn.gate.weight"].to(torch.bfloat16).float())
+    score = torch.sqrt(F.softplus(routing) + 1e-12)  # the root of zero has no gradient
     ranked = (score + p["ffn.gate.bias"]).detach()
     better = ranked[..., None, :] > ranked[..., :, None]
     chosen = better.sum(-1) < top_k
     weight = torch.where(chosen, score, torch.zeros_like(score))
     weight = weight / (weight.sum(-1, keepdim=True) + _EPS) * scaling
+    kinds = counted.flatten(0, -2).transpose(0, 1)
+    load = kinds @ chosen.flatten(0, -2).to(kinds.dtype)
+    imbalance = router_pressure(
+        load, kinds @ (score / (score.sum(-1, keepdim=True) + _EPS)).flatten(0, -2)
+    )
+    imbalance = imbalance + 0.1 * torch.relu(routing.abs() - 10).square().mean()
     if qat:
         w1, w3, w2 = quant.weight4(w1), quant.weight4(w3), quant.weight4(w2)
     w1, w3, w2 = w1.to(torch.bfloat16), w3.to(torch.bfloat16), w2.to(torch.bfloat16)
@@ -162,7 +183,7 @@ def moe(
     ).to(x.dtype)
     s = quant.act8(s) if qat else s
     shared = linear8(s, p["ffn.shared_experts.w2.weight"], qat)
-    return routed + shared, (chosen * counted[..., None]).flatten(0, -2).sum(0)
+    return routed + shared, load, imbalance
 
 
 # ---------------------------------------------------------------------------------------------- compiled parts
@@ -230,10 +251,10 @@ def layer_front(
 def layer_back(
     p: Params, h: Tensor, o: Tensor, lse: Tensor, tables: tuple[Tensor, Tensor], pre: Tensor, post: Tensor, comb: Tensor,
     counted: Tensor, groups: int, top_k: int, limit: float, scaling: float, steps: int, eps: float, qat: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """From the attention output without sink (o [B,H,T,d], lse [B,H,T]) to the trunk after the FFN.
 
-    Returns (trunk, pre of the next layer, tokens per expert).
+    Returns (trunk, pre of the next layer, tokens per kind and expert, imbalance).
     """
     cos, sin = tables
     o = o * torch.sigmoid(lse.float() - p["attn.attn_sink"][:, None])[..., None]
@@ -251,8 +272,8 @@ def layer_back(
         h, p["hc_ffn_fn"], p["hc_ffn_scale"], p["hc_ffn_base"], steps, eps
     )
     x = rms(mix(h, pre), p["ffn_norm.weight"])
-    y, load = moe(p, x, counted, top_k, limit, scaling, qat)
-    return expand(h, y, post_f, comb_f), pre_f, load
+    y, load, imbalance = moe(p, x, counted, top_k, limit, scaling, qat)
+    return expand(h, y, post_f, comb_f), pre_f, load, imbalance
 
 
 def engram(p: Params, h: Tensor, rows: Tensor, qat: bool) -> Tensor:
@@ -326,10 +347,13 @@ def head_loss(z: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.logsumexp(logits, -1) - picked
 
 
-def index_loss(mass: Tensor, iq: Tensor, iw: Tensor, ikey: Tensor, visible: Tensor) -> Tensor:
+def index_loss(
+    mass: Tensor, iq: Tensor, iw: Tensor, ikey: Tensor, visible: Tensor, weight: Tensor
+) -> Tensor:
     """Return the divergence of the indexer's softmax from the attention mass on compressed entries.
 
-    mass [B,Q,N] sums to the share of attention that the consumers spend on compressed entries.
+    mass [B,Q,N] sums to the share of attention that the consumers spend on compressed entries; visible [B,Q,N];
+    weight [B,Q] of the queries.
     """
     scores = torch.where(visible, index_scores(iq, iw, ikey), -1e30)
     target = mass / (mass.sum(-1, keepdim=True) + 1e-9)
@@ -337,19 +361,22 @@ def index_loss(mass: Tensor, iq: Tensor, iw: Tensor, ikey: Tensor, visible: Tens
     kl = torch.where(
         target > 0, target * (torch.log(target + 1e-9) - logq), torch.zeros_like(target)
     ).sum(-1)
-    seen = visible.any(-1)
-    return (kl * seen).sum() / (seen.sum() * kl.shape[0] + 1e-9)
+    seen = visible.any(-1) * weight
+    return (kl * seen).sum() / (seen.sum() + 1e-9)
 
 
 def attention_mass(
     q: Tensor, kv: Tensor, ckv: Tensor, sink: Tensor, window: Tensor, visible: Tensor
 ) -> Tensor:
-    """Return the attention probabilities on all visible compressed entries, summed over heads, [B,Q,N]."""
+    """Return the attention probabilities on all visible compressed entries, summed over heads, [B,Q,N].
+
+    q [B,Q,H,d]; window [B,Q,T] and visible [B,Q,N] tell what a query may see.
+    """
     scale = q.shape[-1] ** -0.5
     far = torch.einsum("bqhd,bnd->bqhn", q, ckv).float() * scale
     near = torch.einsum("bqhd,bnd->bqhn", q, kv).float() * scale
-    far = torch.where(visible[:, None], far, -1e30)
-    near = torch.where(window[:, None], near, -1e30)
+    far = torch.where(visible[:, :, None], far, -1e30)
+    near = torch.where(window[:, :, None], near, -1e30)
     sinks = sink[:, None].expand(*far.shape[:-1], 1)
     joint = torch.softmax(torch.cat([sinks, near, far], -1), -1)
     return joint[..., 1 + near.shape[-1] :].sum(2)
@@ -471,6 +498,30 @@ def init_drafts(shape: Shape, seed: int = 1) -> Params:
     p[f"mtp.{last}.markov_head.embed.weight"] = torch.randn(v, rank, generator=g) * 0.3
     p[f"mtp.{last}.markov_head.head.weight"] = torch.zeros(v, rank)
     p[f"mtp.{last}.confidence_head.proj.weight"] = torch.zeros(1, d + rank)
+    return p
+
+
+def drafts_from(shape: Shape, backbone: Params, seed: int = 1) -> Params:
+    """Return parameters of the draft blocks that start from layers of a trained backbone.
+
+    The first block starts from the first layer, because its input are embeddings; its keys, and the other blocks, start from
+    the last layers, because their keys come from the trunk there and the backbone's head reads what they write.
+    """
+    p = init_drafts(shape, seed)
+    blocks, layers = shape.num_nextn_predict_layers, shape.num_hidden_layers
+    for name in list(p):
+        block, rest = name.removeprefix("mtp.").split(".", 1)
+        late = layers - blocks + int(block)
+        at_keys = rest in ("attn.wkv.weight", "attn.kv_norm.weight")
+        layer = 0 if block == "0" and not at_keys else late
+        source = backbone.get(f"layers.{layer}.{rest}")
+        if source is not None:
+            p[name] = source[: p[name].shape[0]].detach().float().clone()
+    d, taps = shape.hidden_size, len(shape.dspark_target_layer_ids)
+    p["mtp.0.main_proj.weight"] = (
+        torch.eye(d).repeat(1, taps) / taps + 0.1 * p["mtp.0.main_proj.weight"]
+    )
+    p[f"mtp.{blocks - 1}.norm.weight"] = backbone["norm.weight"].detach().float().clone()
     return p
 
 
@@ -604,21 +655,29 @@ class Backbone:
         top_k: int,
         qat: bool,
         probes: Tensor | None = None,
+        probe_weight: Tensor | None = None,
         random_choice: bool = False,
         counted: Tensor | None = None,
     ) -> dict[str, Any]:
         """Run rows of ids [B,T].
 
-        Returns hidden (after the final norm, [B,T,D]), loads [L,E], taps [B,T,n*D], index_loss (scalar, with
-        `probes`: the query positions whose attention teaches the indexers) and recall (selected share of the mass).
-        `top_k` 0 attends to every visible entry; `random_choice` replaces the indexers' scores by noise; `counted` [B,T]
-        tells which tokens count in the loads.
+        Returns hidden (after the final norm, [B,T,D]), loads [L,C,E], imbalance (scalar), taps [B,T,n*D], index_loss (scalar,
+        with `probes` [B,Q]: the query positions whose attention teaches the indexers, weighted by `probe_weight`) and recall [groups,B,Q] (selected
+        share of the mass). `top_k` 0 attends to every visible entry; `random_choice` replaces the indexers' scores by
+        noise; `counted` [B,T,C] tells which tokens count in the loads of which kind.
         """
         s = self.shape
         sparse = top_k > 0
         blocks_kept = max(s.candidate_topk_blocks, top_k // 2)
         if counted is None:
-            counted = torch.ones(ids.shape, device=ids.device)
+            counted = torch.ones(*ids.shape, 1, device=ids.device)
+        weight = torch.ones_like(probes, dtype=torch.float32) if probes is not None else None
+        weight = weight if probe_weight is None else probe_weight
+        at = (
+            None
+            if probes is None
+            else (torch.arange(ids.shape[0], device=ids.device)[:, None], probes)
+        )
         steps, eps = s.hc_sinkhorn_iters, s.hc_eps
         h = self.embed(ids, params["embed.weight"], s.hc_mult)
         pre = torch.zeros(*ids.shape, s.hc_mult, device=ids.device)
@@ -631,16 +690,18 @@ class Backbone:
         ikey: dict[int, Tensor] = {}
         selected: Tensor | None = None
         candidates: Tensor | None = None
-        loads, taps, losses, recalls = [], [], [], []
+        loads, taps, losses, recalls, pressures = [], [], [], [], []
         probe: tuple[Tensor, ...] | None = None
         mass: Tensor | None = None
+
+        groups: list[tuple[tuple[Tensor, ...], Tensor]] = []
 
         def close_group() -> None:
             nonlocal probe, mass
             if probe is not None and mass is not None:
-                losses.append(self.index_loss(mass, *probe[:4]))
+                groups.append((probe, mass))
                 if sparse:
-                    recalls.append((mass * probe[4]).sum() / (mass.sum() + 1e-9))
+                    recalls.append((mass * probe[4]).sum(-1) / (mass.sum(-1) + 1e-9))
             probe, mass = None, None
 
         for layer, ratio in enumerate(s.ratios):
@@ -686,18 +747,12 @@ class Backbone:
                         candidates = blocks if first else candidates
                 else:
                     selected = visible.expand(ids.shape[0], -1, -1).contiguous()
-                if probes is not None:
-                    probe = (
-                        iq[:, probes],
-                        iw[:, probes],
-                        ikey[source],
-                        visible[probes],
-                        selected[:, probes],
-                    )
-            if ratio and probes is not None:
+                if at is not None:
+                    probe = (iq[at], iw[at], ikey[source], visible[probes], selected[at])
+            if ratio and at is not None:
                 with torch.no_grad():
                     part = self.mass(
-                        q.detach()[:, probes], kv.detach(), ckv[source].detach(), p["attn.attn_sink"].detach(),
+                        q.detach()[at], kv.detach(), ckv[source].detach(), p["attn.attn_sink"].detach(),
                         self.window[probes], self.visible[ratio][probes],
                     )  # fmt: skip
                     mass = part if mass is None else mass + part
@@ -709,17 +764,27 @@ class Backbone:
                 for k, v in p.items()
                 if k.startswith(("ffn", "hc_ffn")) or "wo_" in k or "sink" in k
             }
-            h, pre, load = self.back(
+            h, pre, load, pressure = self.back(
                 back, h, o, lse, tables, pre_a, post, comb, counted, s.o_groups, s.num_experts_per_tok, s.swiglu_limit,
                 s.routed_scaling_factor, steps, eps, qat,
             )  # fmt: skip
             loads.append(load)
+            pressures.append(pressure)
         close_group()
+        first_filtered = [i > s.candidate_source_layer_id for i in s.index_source_layer_ids].index(
+            True
+        )
+        for number, (given, spent) in enumerate(groups):
+            # What the candidate source leaves out is lost to the later indexers: it learns for them, too.
+            if number == first_filtered - 1:
+                spent = spent + 0.5 * sum(m for _, m in groups[first_filtered:])
+            losses.append(self.index_loss(spent, *given[:4], weight))
         zero = torch.zeros((), device=ids.device)
         return {
             "hidden": self.final(h, pre, params["norm.weight"]),
             "loads": torch.stack(loads),
+            "imbalance": torch.stack(pressures).sum(),
             "taps": torch.cat(taps, -1),
             "index_loss": torch.stack(losses).sum() if losses else zero,
-            "recall": torch.stack(recalls) if recalls else zero[None],
+            "recall": torch.stack(recalls) if recalls else zero.view(1, 1, 1),
         }

@@ -81,10 +81,20 @@ class Optimizer:
             return p.unflatten(0, (self.groups, -1))
         return p[None]
 
+    def reset(self) -> None:
+        """Forget all moments."""
+        self.count = 0
+        for moments in (self.momentum, self.second):
+            for m in moments.values():
+                m.zero_()
+
     @torch.no_grad()
     def step(self, lr: float, grads: dict[str, Tensor | None]) -> None:
-        """Update every parameter from its gradient; the gradients are used as scratch."""
+        """Update every parameter from its gradient; the gradients are used as scratch, what is not finite in them counts as 0."""
         self.count += 1
+        for g in grads.values():
+            if g is not None:
+                torch.nan_to_num_(g, nan=0.0, posinf=0.0, neginf=0.0)
         names = [k for k in self.momentum if is_matrix(k)]
         if names:
             moments = [self.momentum[k] for k in names]
@@ -119,8 +129,4 @@ class Optimizer:
             denominator = torch._foreach_div(v, 1 - b2**self.count)
             torch._foreach_sqrt_(denominator)
             torch._foreach_add_(denominator, 1e-10)
-            # The confidence head reads an unnormalized trunk: steps of the usual size would throw it far off.
-            for d, k in zip(denominator, names, strict=True):
-                if k.endswith("confidence_head.proj.weight"):
-                    d.mul_(50.0)
             torch._foreach_addcdiv_(ps, m, denominator, -scale)

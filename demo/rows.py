@@ -32,10 +32,14 @@ class Corpus:
         self.categories: np.ndarray = data["categories"]
         self.starts = np.cumsum(self.lengths) - self.lengths
         self.marks = np.ones(self.ids.size, np.uint8)
+        self.digits: np.ndarray | None = None
+        self.needles = {int(s) for s in self.starts[self.categories == CATEGORIES.index("needle")]}
 
     def mark(self, digits: set[int], weight: int) -> None:
-        """Fill `marks`: the loss weight of every token (`weight` for the digits of a repeated code), +128 in natural text."""
-        is_digit = np.isin(self.ids, list(digits))
+        """Fill `marks`: the loss weight of every token (`weight` for the digits of a repeated code), +128 in natural text
+        and glosses, +64 in glosses."""
+        self.digits = np.array(sorted(digits), np.uint16)
+        is_digit = np.isin(self.ids, self.digits)
         for index in np.flatnonzero(self.categories == CATEGORIES.index("needle")):
             first, last = int(self.starts[index]), int(self.starts[index] + self.lengths[index])
             flags = is_digit[first:last].astype(np.int8)
@@ -49,7 +53,17 @@ class Corpus:
                     seen.add(code)
         for index in np.flatnonzero(np.isin(self.categories, _CUT_ANYWHERE)):
             first = int(self.starts[index])
-            self.marks[first : first + int(self.lengths[index])] += 128
+            gloss = self.categories[index] == CATEGORIES.index("wordnet")
+            self.marks[first : first + int(self.lengths[index])] += 192 if gloss else 128
+
+    def take(self, start: int, count: int, rng: np.random.Generator) -> np.ndarray:
+        """Return `count` ids from `start`; the digits of a retrieval task change places, so that no code can be known by heart."""
+        ids = self.ids[start : start + count]
+        if self.digits is None or start not in self.needles:
+            return ids
+        table = np.arange(int(ids.max()) + 1 + int(self.digits.max()), dtype=np.uint16)
+        table[self.digits] = rng.permutation(self.digits)
+        return table[ids]
 
     def document(self, index: int) -> np.ndarray:
         """Return the ids of one document, BOS and EOS included."""
@@ -120,7 +134,7 @@ def epoch(
         if size:
             if bos:
                 row[0, used] = BOS_ID
-            row[0, used + bos : used + size] = corpus.ids[start : start + count]
+            row[0, used + bos : used + size] = corpus.take(start, count, rng)
             row[1, used + bos : used + size] = corpus.marks[start : start + count]
             used += size
         if used >= width - 8 or size == 0:

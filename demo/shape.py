@@ -67,7 +67,7 @@ def official_config(compressed_vocab_size: int, token_ids: dict[str, int]) -> di
         "kv_source_layer_ids": [1, 3, 5],
         "index_source_layer_ids": [1, 3, 5, 8],
         "index_n_heads": 4,
-        "index_head_dim": 32,
+        "index_head_dim": 64,
         "index_topk": 64,
         "candidate_source_layer_id": 5,
         "candidate_topk_blocks": 32,
@@ -89,7 +89,7 @@ def official_config(compressed_vocab_size: int, token_ids: dict[str, int]) -> di
         "dspark_target_layer_ids": [7, 8, 9],
         "dspark_markov_rank": 32,
         "dspark_n_routed_experts": 8,
-        "dspark_num_experts_per_tok": 2,
+        "dspark_num_experts_per_tok": 4,
         "tie_word_embeddings": False,
     }
     return {

@@ -24,7 +24,9 @@ from demo.model import Backbone, Params, Shape, init_backbone
 from demo.optim import Optimizer
 from demo.rows import Corpus, batches, evaluation_rows
 
-PROBES = 96
+PROBES = 128
+ASKED_WEIGHT = 3.0
+BALANCE = 0.05
 
 
 def save_parts(state: dict[str, Tensor], folder: Path, stem: str, limit: int = 15 << 20) -> None:
@@ -90,7 +92,7 @@ def evaluate(
         part[: len(chosen)] = chosen
         rows = torch.from_numpy(part).to(model.device)
         out = model(params, rows[:, :-1].contiguous(), qat=options.get("qat", True), top_k=options.get("top_k", 64),
-                    random_choice=options.get("random_choice", False), counted=(rows[:, :-1] != 2).float())  # fmt: skip
+                    random_choice=options.get("random_choice", False), counted=(rows[:, :-1, None] != 2).float())  # fmt: skip
         hidden, targets = out["hidden"].detach().flatten(0, 1), rows[:, 1:].reshape(-1)
         loss = model.loss(
             hidden.requires_grad_(hidden.is_cuda), params["head.weight"], targets
@@ -101,7 +103,7 @@ def evaluate(
         ).float()
         losses.append(loss.view(batch, -1)[: len(chosen)].float().cpu())
         right.append(hits.detach().view(batch, -1)[: len(chosen)].cpu())
-        loads = loads + out["loads"].detach()
+        loads = loads + out["loads"].detach().sum(1)
         del out
     loss, hits = torch.cat(losses).double().numpy(), torch.cat(right).numpy()
     mask = counted[:keep]
@@ -149,35 +151,58 @@ def code_accuracy(ids: np.ndarray, hits: np.ndarray) -> dict[str, float]:
     return result
 
 
-def probe_positions(raw: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
-    """Return `PROBES` query positions that teach the indexers, half of them just before a retrieved digit.
+def probe_positions(
+    raw: np.ndarray, length: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `PROBES` query positions of every row and their weights, [B,Q] each.
 
-    Random positions alone hardly ever ask for a fact, and the indexers then never learn to select one.
+    Random positions alone hardly ever ask for a fact, and the indexers then never learn to select one. In rows with
+    retrieved digits three eighths of the queries stand just before such a digit, one eighth up to eight tokens earlier.
     """
-    probes = rng.integers(0, length, PROBES)
-    asking = np.unique(np.nonzero(raw[:, 1, 1:] % 128 > 1)[1])
-    if asking.size:
-        probes[: PROBES // 2] = rng.choice(asking, PROBES // 2)
-    return probes
+    probes = rng.integers(0, length, (len(raw), PROBES))
+    weights = np.ones(probes.shape, np.float32)
+    half, early = PROBES // 2, PROBES // 8
+    for row, marks in enumerate(raw[:, 1, 1:]):
+        asking = np.flatnonzero(marks % 64 > 1)
+        if asking.size:
+            probes[row, :half] = rng.choice(asking, half)
+            probes[row, :early] = np.maximum(0, probes[row, :early] - rng.integers(1, 9, early))
+            weights[row, :half] = ASKED_WEIGHT
+    return probes, weights
 
 
 def forward_backward(
-    model: Backbone, params: Params, top_k: int, rows: Tensor, probes: Tensor
+    model: Backbone, params: Params, top_k: int, rows: Tensor, probes: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return (loss, index loss, recall, expert loads...) of one batch after the backward pass."""
+    """Return (loss, index loss, recall when asked, recall, imbalance, expert loads...) of one batch after the backward pass."""
     ids, marks = rows[:, 0], rows[:, 1]
-    natural = (marks[:, :-1] >= 128).float()
+    source = marks[:, :-1]
+    kinds = torch.stack([(source >= 128) & (source < 192), source >= 192], -1).float()
     out = model(
-        params, ids[:, :-1].contiguous(), top_k=top_k, qat=True, probes=probes, counted=natural
+        params,
+        ids[:, :-1].contiguous(),
+        top_k=top_k,
+        qat=True,
+        probes=probes,
+        probe_weight=weights,
+        counted=kinds,
     )
     targets = ids[:, 1:].reshape(-1)
-    weights = (marks[:, 1:] % 128).reshape(-1).float()
+    weight = (marks[:, 1:] % 64).reshape(-1).float()
     loss = (
-        model.loss(out["hidden"].flatten(0, 1), params["head.weight"], targets) * weights
-    ).sum() / weights.sum()
-    (loss + out["index_loss"]).backward()
-    stats = torch.stack([loss.detach(), out["index_loss"].detach(), out["recall"].mean()])
-    return torch.cat([stats, out["loads"].detach().flatten()])
+        model.loss(out["hidden"].flatten(0, 1), params["head.weight"], targets) * weight
+    ).sum() / weight.sum()
+    (loss + out["index_loss"] + BALANCE * out["imbalance"]).backward()
+    asked = (weights > 1).float()
+    recall = out["recall"].mean(0)
+    stats = [
+        loss.detach(),
+        out["index_loss"].detach(),
+        (recall * asked).sum() / (asked.sum() + 1e-6),
+        (recall * (1 - asked)).sum() / ((1 - asked).sum() + 1e-6),
+        out["imbalance"].detach(),
+    ]
+    return torch.cat([torch.stack(stats), out["loads"].detach().sum(1).flatten()])
 
 
 class Step:
@@ -268,6 +293,9 @@ def main() -> None:
         "--restart", action="store_true", help="take the parameters, begin a new schedule"
     )
     parser.add_argument(
+        "--new-indexers", action="store_true", help="draw the indexers anew after loading"
+    )
+    parser.add_argument(
         "--favoured",
         type=float,
         default=0.4,
@@ -299,7 +327,10 @@ def main() -> None:
     step = int(state.pop("step")) if state else 0
     step = 0 if args.restart else step
     corpus.mark(set(DIGIT_IDS), args.answer_weight)
-    params = state or init_backbone(shape, args.seed)
+    fresh = init_backbone(shape, args.seed)
+    if args.new_indexers:
+        state = {k: v for k, v in state.items() if "indexer" not in k}
+    params = fresh | state
     params = {
         k: v.to(device, torch.float32).requires_grad_(not k.endswith("gate.bias"))
         for k, v in params.items()
@@ -342,18 +373,22 @@ def main() -> None:
         )
         top_k = phase(step / args.steps, args.dense)
         lr = args.peak * schedule(step, args.steps, step - (0 if moments else first))
-        probes = torch.from_numpy(probe_positions(raw, args.length, chooser)).to(device)
+        probes, weights = (
+            torch.from_numpy(a).to(device) for a in probe_positions(raw, args.length, chooser)
+        )
         if top_k not in runs:
             runs.clear()
             run = functools.partial(forward_backward, model, params, top_k)
-            runs[top_k] = Step(run, params, (rows, probes), not args.cpu and not args.no_graph)
+            runs[top_k] = Step(
+                run, params, (rows, probes, weights), not args.cpu and not args.no_graph
+            )
             ring, mark = [], time.time()
-        stats, grads = runs[top_k](rows, probes)
+        stats, grads = runs[top_k](rows, probes, weights)
         optimizer.step(lr, grads)
-        load = stats[3:].view(len(biases), -1)
+        load = stats[5:].view(len(biases), -1)
         rate = max(5e-4, 4e-3 * min(1.0, 2 * lr))
         torch._foreach_add_(biases, list(torch.sign(load.mean(-1, keepdim=True) - load) * rate))
-        ring.append(stats[:3].clone())
+        ring.append(stats[:5].clone())
         step += 1
         if args.profile and step - first == 12:
             torch.cuda.synchronize()
@@ -371,7 +406,7 @@ def main() -> None:
         if step % 50 == 0 or step - first == 10:
             values = torch.stack(ring).mean(0).tolist()
             seconds = time.time() - mark
-            report(step=step, loss=values[0], index_loss=values[1], recall=values[2], lr=lr, seconds=time.time() - began,
+            report(step=step, loss=values[0], index_loss=values[1], recall_asked=values[2], recall=values[3], imbalance=values[4], lr=lr, seconds=time.time() - began,
                    tokens_per_second=int(len(ring) * rows[:, 0, 1:].numel() / seconds))  # fmt: skip
             if (
                 args.seconds
@@ -385,11 +420,12 @@ def main() -> None:
                 report(step=step, steps=args.steps)
             ring, mark = [], time.time()
         if step % args.eval_every == 0:
-            for category in ("natural", "json_chat", "needle"):
+            for category in ("natural", "needle"):
+                entries = top_k if category == "natural" else shape.index_topk
                 found = evaluate(
-                    model, params, held, category, args.batch, args.eval_rows, top_k=top_k
+                    model, params, held, category, args.batch, args.eval_rows, top_k=entries
                 )
-                report(step=step, evaluated=category, top_k=top_k, **found)
+                report(step=step, evaluated=category, top_k=entries, **found)
             mark = time.time()
     save_parts(dict(params.items()) | {"step": torch.tensor(step)}, args.out, "backbone")
     if not args.light:
