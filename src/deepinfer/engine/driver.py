@@ -30,7 +30,9 @@ class EngineDriver:
         """Whether coroutines are being served and the caller is not the thread that serves them."""
         return self._num_active > 0 and threading.get_ident() != self._thread
 
-    async def iterate(self, make: Callable[[], Generator[T, None, None]]) -> AsyncGenerator[T, None]:
+    async def iterate(
+        self, make: Callable[[], Generator[T, None, None]]
+    ) -> AsyncGenerator[T, None]:
         """Yield what a generator yields.
 
         make  builds it, in the engine's thread
