@@ -107,6 +107,24 @@ def test_a_compilation_that_takes_too_long_is_given_up() -> None:
     service.close()
 
 
+def test_others_do_not_wait_behind_one_that_overruns() -> None:
+    slow = Slow()
+    slow.go.clear()
+    service = make(slow, compile_timeout_s=0.05, threads=1)
+    first = service.gate(Structured(regex="a"), (END,))
+    second = service.gate(Structured(regex="b"), (END,))
+    until = time.monotonic() + 10
+    while first.poll() is None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert "not compiled within" in str(first.poll())
+    while second.poll() is None and time.monotonic() < until:
+        time.sleep(0.001)  # it runs in a thread of its own, and overruns there
+    assert "not compiled within" in str(second.poll())
+    slow.go.set()
+    assert isinstance(wait(service, Structured(regex="c")), Matcher)
+    service.close()
+
+
 def test_whatever_a_library_throws_is_one_request_s_problem() -> None:
     slow = Slow()
     slow.compiled = [Program()] * 12

@@ -138,6 +138,7 @@ class GrammarService:
                 result = job.future.result()
                 return result if isinstance(result, str) else matcher(result)
             if job.started_s is not None and time.monotonic() - job.started_s > limit_s:
+                self._give_up(key, job)
                 return (
                     f"structured {shape.kind} was not compiled within {limit_s:g} s: simplify it, "
                     "or raise grammar.compile_timeout_s"
@@ -161,13 +162,32 @@ class GrammarService:
         self._kept.clear()
         self._num_bytes = 0
 
+    def _give_up(self, key: Structured, job: _Job) -> None:
+        """Leave a compilation that overran to its thread, and the others to new threads.
+
+        A library cannot be stopped; what waited behind it must not wait for it.
+        """
+        with self._lock:
+            if self._jobs.get(key) is not job:
+                return
+            del self._jobs[key]
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+                self._pool = None
+            for other_key, other in self._jobs.items():
+                if other.started_s is None:
+                    self._executor().submit(self._run, other_key, other)
+
     def _executor(self) -> ThreadPoolExecutor:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_threads(self.config), "grammar")
         return self._pool
 
     def _run(self, key: Structured, job: _Job) -> None:
-        job.started_s = time.monotonic()
+        with self._lock:
+            if job.started_s is not None:
+                return
+            job.started_s = time.monotonic()
         result: _Ready | str
         try:
             result = _Ready(*self.compile(key))
@@ -176,7 +196,8 @@ class GrammarService:
         except Exception as error:  # whatever a library throws is this request's problem only
             result = f"structured {key.kind} cannot be used: {type(error).__name__}: {error}"
         with self._lock:
-            self._jobs.pop(key, None)
+            if self._jobs.get(key) is job:
+                del self._jobs[key]
             if isinstance(result, _Ready):
                 self._keep(key, result)
         job.future.set_result(result)

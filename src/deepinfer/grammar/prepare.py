@@ -70,14 +70,18 @@ def prepare(
             "are accepted: shorten it, or raise grammar.max_source_bytes"
         )
     if shape.kind == "json":
-        return _json(shape, config, loosened, as_rules)
+        try:
+            return _json(shape, config, loosened, as_rules)
+        except RecursionError:
+            raise RequestError("structured json cannot be used: nested too deeply") from None
     rules = _rules(shape)
     _check_size(shape, rules, config)
     whole = inline(rules, ROOT, config.max_states)
     if whole == NOTHING:
         raise RequestError(f"structured {shape.kind} matches no text at all")
     program = Program(rules=rules, max_states=config.max_states)
-    return Prepared(program, Report(), _membership(whole, shape.kind))
+    check = _one_of(shape.choices) if shape.choices else _membership(whole, shape.kind)
+    return Prepared(program, Report(), check)
 
 
 def _rules(shape: Structured) -> Rules:
@@ -105,6 +109,11 @@ def _check_size(shape: Structured, rules: Rules, config: GrammarConfig) -> None:
 
 def _about(count: int) -> str:
     return str(count) if count < 10**9 else "more than 10^9"
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str | None]:
+    known = frozenset(choices)
+    return lambda text: None if text in known else "the output is none of the choices"
 
 
 def _membership(whole: Node | None, kind: str) -> Callable[[str], str | None]:

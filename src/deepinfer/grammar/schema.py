@@ -80,7 +80,7 @@ _KNOWN: Final = frozenset(
 _TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
 PLACE: Final = "x-place"
 """The key under which a rewritten schema keeps the pointer to its original."""
-_MAX_DEPTH: Final = 200
+_MAX_DEPTH: Final = 100
 _MAX_PROBLEMS: Final = 10
 
 

@@ -27,7 +27,9 @@ def _library() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        raise UnsupportedError.missing_extra("xgrammar", "xgrammar", "grammar.backend xgrammar") from error
+        raise UnsupportedError.missing_extra(
+            "xgrammar", "xgrammar", "grammar.backend xgrammar"
+        ) from error
     return xgrammar
 
 
