@@ -99,7 +99,7 @@ class Optimizer:
         if names:
             moments = [self.momentum[k] for k in names]
             gs = [
-                grads[k] if grads[k] is not None else torch.zeros_like(self.params[k])
+                torch.zeros_like(self.params[k]) if (given := grads[k]) is None else given
                 for k in names
             ]
             torch._foreach_lerp_(moments, gs, 0.05)
@@ -118,9 +118,10 @@ class Optimizer:
                         part, alpha=-lr * self.muon_lr
                     )
         b1, b2 = 0.9, 0.95
-        names = [k for k in self.adam if grads[k] is not None]
+        found = {k: g for k in self.adam if (g := grads[k]) is not None}
+        names = list(found)
         if names:
-            ps, gs = [self.params[k] for k in names], [grads[k] for k in names]
+            ps, gs = [self.params[k] for k in names], list(found.values())
             m, v = [self.momentum[k] for k in names], [self.second[k] for k in names]
             torch._foreach_lerp_(m, gs, 1 - b1)
             torch._foreach_mul_(v, b2)

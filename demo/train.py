@@ -105,15 +105,15 @@ def evaluate(
         right.append(hits.detach().view(batch, -1)[: len(chosen)].cpu())
         loads = loads + out["loads"].detach().sum(1)
         del out
-    loss, hits = torch.cat(losses).double().numpy(), torch.cat(right).numpy()
+    nats, flags = torch.cat(losses).double().numpy(), torch.cat(right).numpy()
     mask = counted[:keep]
     share = mask.sum() / counted.sum()
     result: dict[str, Any] = {
-        "bits_per_byte": float((loss * mask).sum() / math.log(2) / (size * share)),
-        "token_accuracy": float((hits * mask).sum() / mask.sum()),
+        "bits_per_byte": float((nats * mask).sum() / math.log(2) / (size * share)),
+        "token_accuracy": float((flags * mask).sum() / mask.sum()),
     }
     if category == "needle":
-        result |= code_accuracy(ids[:keep], hits)
+        result |= code_accuracy(ids[:keep], flags)
     assert isinstance(loads, Tensor)
     fair = loads / loads.mean(-1, keepdim=True)
     result["load_min"], result["load_max"] = float(fair.min()), float(fair.max())
@@ -276,7 +276,7 @@ def main() -> None:
         default=Path(".carry/state"),
         help="folder for the checkpoint and the log",
     )
-    parser.add_argument("--steps", type=int, default=9000, help="length of the whole schedule")
+    parser.add_argument("--steps", type=int, default=12500, help="length of the whole schedule")
     parser.add_argument(
         "--seconds", type=float, default=0, help="choose the number of steps to end at this time"
     )
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument(
-        "--dense", type=float, default=0.4, help="share of the steps before selection starts"
+        "--dense", type=float, default=0.3, help="share of the steps before selection starts"
     )
     parser.add_argument("--peak", type=float, default=1.0, help="factor of both learning rates")
     parser.add_argument(
@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument(
         "--favoured",
         type=float,
-        default=0.4,
+        default=0.65,
         help="share of needles and copies in the generated text",
     )
     parser.add_argument(
@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--generated-share", type=float, default=0.25)
+    parser.add_argument("--generated-share", type=float, default=0.35)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--light", action="store_true", help="save no optimizer moments")
     parser.add_argument(
@@ -315,6 +315,7 @@ def main() -> None:
     )
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--eval-every", type=int, default=500)
+    parser.add_argument("--save-every", type=int, default=1000)
     parser.add_argument("--eval-rows", type=int, default=64)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -354,6 +355,13 @@ def main() -> None:
         print(line, flush=True)
         log.write(line + "\n")
         log.flush()
+
+    def save() -> None:
+        save_parts(dict(params.items()) | {"step": torch.tensor(step)}, args.out, "backbone")
+        if not args.light:
+            flat = {f"momentum/{k}": v for k, v in optimizer.momentum.items()}
+            flat |= {f"second/{k}": v for k, v in optimizer.second.items()}
+            save_parts(flat, args.out, "moments")
 
     first = step
     runs: dict[int, Step] = {}
@@ -419,6 +427,9 @@ def main() -> None:
                 )
                 report(step=step, steps=args.steps)
             ring, mark = [], time.time()
+        if step % args.save_every == 0:
+            save()
+            mark = time.time()
         if step % args.eval_every == 0:
             for category in ("natural", "needle"):
                 entries = top_k if category == "natural" else shape.index_topk
@@ -427,12 +438,7 @@ def main() -> None:
                 )
                 report(step=step, evaluated=category, top_k=entries, **found)
             mark = time.time()
-    save_parts(dict(params.items()) | {"step": torch.tensor(step)}, args.out, "backbone")
-    if not args.light:
-        flat = {f"momentum/{k}": v for k, v in optimizer.momentum.items()}
-        save_parts(
-            flat | {f"second/{k}": v for k, v in optimizer.second.items()}, args.out, "moments"
-        )
+    save()
     if step >= args.steps or args.profile:
         for category in (
             "natural",

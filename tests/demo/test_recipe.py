@@ -17,12 +17,14 @@ from deepinfer.weights.layout import expected_tensors
 pytest.importorskip("tokenizers")
 from demo import quant, synth
 from demo.data import Document, clean, html_text, remove_overlap
+from demo.draft import calibration_error, fit_confidence, stretch_anchors
 from demo.export import official_tensors
-from demo.model import Backbone, Shape, init_backbone, init_drafts
+from demo.model import Backbone, Shape, drafts_from, init_backbone, init_drafts, router_pressure
 from demo.rows import CATEGORIES, Corpus, epoch
 from demo.shape import constants, official_config
 from demo.sinkhorn import sinkhorn
 from demo.tokens import IMAGE
+from demo.train import probe_positions
 
 _COMPRESSED = np.arange(3072, dtype=np.int32) // 2
 
@@ -144,3 +146,61 @@ def test_generators_repeat_with_their_seed(maker: object) -> None:
     assert callable(maker)
     assert maker(random.Random(3)) == maker(random.Random(3))
     assert maker(random.Random(3)).startswith(synth.BOS)
+
+
+def test_digits_of_retrieval_tasks_change_places_together(tmp_path: Path) -> None:
+    ids = np.array([0, 40, 31, 32, 33, 34, 41, 31, 32, 33, 34, 1], np.uint16)
+    needle = np.array([CATEGORIES.index("needle")], np.uint8)
+    lengths = np.array([ids.size], np.int32)
+    np.savez(tmp_path / "t.npz", ids=ids, lengths=lengths, bytes=lengths, categories=needle)
+    corpus = Corpus(tmp_path / "t.npz")
+    corpus.mark(set(range(30, 40)), 8)
+    taken = [corpus.take(0, ids.size, np.random.default_rng(seed)) for seed in range(4)]
+    assert all((t[2:6] == t[7:11]).all() and (t[[0, 1, 6, 11]] == ids[[0, 1, 6, 11]]).all() for t in taken)  # fmt: skip
+    assert len({t.tobytes() for t in taken}) > 1
+    assert corpus.marks[2:6].tolist() == [1] * 4 and corpus.marks[7:11].tolist() == [8] * 4
+
+
+def test_half_of_the_queries_ask_where_a_row_asks() -> None:
+    raw = np.ones((2, 2, 101), np.uint16)
+    raw[1, 1, 61] = 8
+    probes, weights = probe_positions(raw, 100, np.random.default_rng(0))
+    assert (weights[0] == 1).all() and (weights[1] > 1).sum() == probes.shape[1] // 2
+    asked = probes[1][weights[1] > 1]
+    assert (asked == 60).sum() >= asked.size // 2 and asked.min() >= 52 and asked.max() == 60
+
+
+def test_pressure_rests_on_experts_outside_the_band() -> None:
+    share = torch.full((1, 4), 50.0, requires_grad=True)
+    router_pressure(torch.tensor([[1500.0, 2400, 30, 70]]), share).backward()
+    assert share.grad is not None
+    signs = torch.sign(share.grad[0]).tolist()
+    assert signs == [0, 1, -1, -1] or signs == [0.0, 1.0, -1.0, -1.0]
+
+
+def test_draft_blocks_start_from_the_layers_they_resemble() -> None:
+    shape, _ = _backbone(96)
+    backbone = init_backbone(shape)
+    drafts = drafts_from(shape, backbone)
+    assert {k: v.shape for k, v in drafts.items()} == {k: v.shape for k, v in init_drafts(shape).items()}  # fmt: skip
+    last = f"layers.{shape.num_hidden_layers - 1}."
+    assert torch.equal(drafts["mtp.1.attn.wq_a.weight"], backbone[last + "attn.wq_a.weight"])
+    assert torch.equal(drafts["mtp.0.attn.wq_a.weight"], backbone["layers.0.attn.wq_a.weight"])
+
+
+def test_anchors_stay_inside_greedy_stretches_and_before_their_end() -> None:
+    ids = np.full((1, 64), 50)
+    ids[0, 30] = 1
+    (anchors,) = stretch_anchors(ids, [np.array([9, 24])], 12, 5)
+    assert anchors.tolist() == [*range(9, 16), 24]
+
+
+def test_the_fitted_confidence_is_calibrated() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(20000, 1, 6, generator=g)
+    truth = torch.tensor([1.0, -2, 0.5, 0, 0, 0.3])
+    y = (torch.rand(20000, 1, generator=g) < torch.sigmoid(x @ truth)).float()
+    weights = fit_confidence(x, y, torch.ones_like(y))
+    assert (weights - truth).abs().max() < 0.1
+    logit = (x @ weights)[:, 0].numpy()
+    assert calibration_error(logit, y[:, 0].numpy(), 1.0) < 0.03
