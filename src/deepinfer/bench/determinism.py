@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import subprocess
 import sys
@@ -124,7 +123,9 @@ def ways_for(model: ModelConfig, num_cases: int, quick: bool) -> list[Way]:
     sizes = (1, 4) if quick else (1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 33, 63)
     ways += [Way(name=f"batches of {size}", group=size) for size in sizes]
     ways += [
-        Way(name=f"a batch of {_BATCH} with others", companions=_BATCH - min(num_cases, _BATCH // 2)),
+        Way(
+            name=f"a batch of {_BATCH} with others", companions=_BATCH - min(num_cases, _BATCH // 2)
+        ),
         Way(name="submitted backwards", order=tuple(reversed(range(num_cases)))),
         Way(name="submitted in another order", order=tuple(shuffled)),
         Way(name="arriving one after the other", stagger=2),
@@ -249,13 +250,12 @@ def _in_processes(
 ) -> str | None:
     order = {"model": model, "device": device, "settings": {**base, **way.settings}, "quick": quick}
     code = "from deepinfer.bench.determinism import child; child()"
-    for number in range(way.processes):
+    for _ in range(way.processes):  # each has its own hash seed
         done = subprocess.run(
             [sys.executable, "-c", code],
             input=json.dumps(order),
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONHASHSEED": str(number)},
             check=False,
         )
         if done.returncode:
