@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.linear.triton import dense_linear
-from deepinfer.kernels.router.reference import _EPS
+from deepinfer.kernels.router.reference import EPS
 from deepinfer.kernels.tiles import launch, next_power
 
 
@@ -55,7 +55,7 @@ def route(
         return chosen, weights
     logits = dense_linear(x, gate, torch.float32)
     launch(
-        _pick, (num_rows,), logits, bias, chosen, weights, num_experts, float(scaling), _EPS,
+        _pick, (num_rows,), logits, bias, chosen, weights, num_experts, float(scaling), EPS,
         K=num_active, BE=next_power(num_experts),
     )  # fmt: skip
     return chosen, weights
