@@ -180,6 +180,25 @@ def test_processors_see_drafts_as_history() -> None:
         assert not (ids[1:] == ids[:-1]).any()
 
 
+def test_grammars_hold_within_a_step() -> None:
+    pytest.importorskip("llguidance")
+    shapes: list[dict[str, object]] = [
+        {"json": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+        {"regex": "[a-f]{3,9}(-[0-9]+)*"},
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=30, seed=i, temperature=i % 2, structured=shapes[i // 2], logprobs=True
+        )
+        for i in range(4)
+    ]
+    want, _ = run({}, PROMPTS[:4], params)
+    for overlap in (True, False):
+        config = {"speculation.num_drafts": 4, "scheduling.overlap": overlap}
+        got, stats = run(config, PROMPTS[:4], params)
+        assert got == want and sum(stats["verified"]) > 0
+
+
 def test_samples_of_a_prompt() -> None:
     params = SamplingParams(max_tokens=6, seed=3, n=3)
     with LLM("golden", config=BASE) as llm:

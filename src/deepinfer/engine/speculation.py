@@ -299,15 +299,18 @@ class SpeculationStats:
         ):
             total += (places < part[:, None]).sum(axis=0)
         # A confidence speaks of the case that all drafts before were accepted.
-        told: list[tuple[float, bool]] = []
-        for _, num_verified, num_accepted, _, confidences in pending:
-            last = min(num_verified, num_accepted + 1, len(confidences))
-            told += [(confidences[place], place < num_accepted) for place in range(last)]
-        if told:
-            values = np.asarray(told, np.float64)
-            bins = np.minimum((values[:, 0] * _BINS).astype(np.int64), _BINS - 1)
-            for column, weights in enumerate((None, values[:, 0], values[:, 1])):
-                self._bins[:, column] += np.bincount(bins, weights, minlength=_BINS)
+        most = len(self._proposed)
+        zeros = (0.0,) * most
+        told = [row[4] for row in pending]
+        lengths = np.asarray([len(row) for row in told])
+        padded = [row if len(row) == most else (*row, *zeros[len(row) :]) for row in told]
+        values = np.asarray(padded, np.float64).reshape(len(pending), most)
+        last = np.minimum(np.minimum(verified, accepted + 1), lengths)
+        tried = places < last[:, None]
+        values, hits = values[tried], (places < accepted[:, None])[tried]
+        bins = np.minimum((values * _BINS).astype(np.int64), _BINS - 1)
+        for column, weights in enumerate((None, values, hits)):
+            self._bins[:, column] += np.bincount(bins, weights, minlength=_BINS)
 
     def summary(self) -> dict[str, object]:
         """Return the counts and what follows from them, ready for JSON."""
