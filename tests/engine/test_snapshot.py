@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,43 @@ def test_damage_is_found(tmp_path: Path, place: int) -> None:
     file.write_bytes(bytes(data))
     with pytest.raises(StateError, match="a "):
         State.load(file)
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    """One error of ours, the old file as it was, and nothing half done beside it."""
+    with pytest.raises(StateError, match="No such file or directory"):
+        state().save(tmp_path / "absent" / "a")
+    with pytest.raises(StateError, match="a folder has this name"):
+        state().save(tmp_path)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(StateError, match="no plain file"):
+            state().save(tmp_path / "pipe")
+        (tmp_path / "pipe").unlink()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The old file stays, and nothing else."""
+    resource = pytest.importorskip("resource")
+    file = tmp_path / "a"
+    state().save(file)
+    before = file.read_bytes()
+    big = state(parts={"window.0": np.zeros((100, 1000), dtype=np.uint8)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # Python ignores SIGXFSZ
+    try:
+        with pytest.raises(StateError, match="100000 bytes"):
+            big.save(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    state().save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and State.load(tmp_path / "there").seed == 2**64 - 1
 
 
 def test_files_that_are_no_states(tmp_path: Path) -> None:

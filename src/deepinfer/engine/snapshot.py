@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -104,8 +105,11 @@ class State:
         return sum(part.nbytes for part in self.parts.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state to a safetensors file, whole or not at all."""
-        file = Path(path).expanduser()
+        """Write the state to a safetensors file, whole or not at all; a link stays a link.
+
+        Raises StateError when it cannot be written, RequestError for logits processors.
+        """
+        file = Path(path).expanduser().resolve()
         about = {
             "prompt_token_ids": list(self.prompt_token_ids),
             "token_ids": list(self.token_ids),
@@ -119,16 +123,24 @@ class State:
         }
         parts = {name: np.ascontiguousarray(part) for name, part in self.parts.items()}
         digest = _digest(json.dumps(about), parts)
-        half = file.with_name(file.name + ".partial")
+        meta = {"format": _FORMAT, "state": json.dumps(about), "digest": digest}
+        half: str | None = None
         try:
-            save_file(
-                parts,
-                half,
-                {"format": _FORMAT, "state": json.dumps(about), "digest": digest},
-            )
+            if file.exists() and not file.is_file():
+                raise OSError(f"{'a folder' if file.is_dir() else 'no plain file'} has this name")
+            handle, half = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+            os.close(handle)
+            save_file(parts, half, meta)
             os.replace(half, file)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise StateError(
+                f"cannot write the state to {file}: {reason}; it needs a folder that can be "
+                f"written to, and about {self.nbytes} bytes"
+            ) from error
         finally:
-            half.unlink(missing_ok=True)
+            if half is not None:
+                Path(half).unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> State:
