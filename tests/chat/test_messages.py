@@ -113,6 +113,7 @@ def test_bad_conversations(messages: list[Message], problem: str) -> None:
         ({"effort": "extreme"}, "effort must be one of minimal, low"),
         ({"effort": 0}, "an integer from 1 to 100, not 0"),
         ({"effort": True}, "not True"),
+        ({"thinking": 1}, "thinking must be True or False, not 1"),
         ({"tool_choice": "maybe"}, "tool_choice must be auto, none or required"),
         ({"tool_choice": "required", "thinking": False}, "needs tools"),
         ({"tool_choice": "required", "tools": [Tool("f")]}, "without thinking only"),

@@ -288,17 +288,19 @@ def test_other_bad_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "status"),
+    ("reason", "text", "status"),
     [
-        (FinishReason.INVALID_REQUEST, 400),
-        (FinishReason.PROMPT_LENGTH_EXCEEDED, 400),
-        (FinishReason.NUMERICAL, 500),
-        (FinishReason.ABORT, 500),
+        (FinishReason.INVALID_REQUEST, "", 400),
+        (FinishReason.PROMPT_LENGTH_EXCEEDED, "", 400),
+        (FinishReason.STRUCTURED_OUTPUT_ERROR, "", 400),
+        (FinishReason.STRUCTURED_OUTPUT_ERROR, "begun", 500),
+        (FinishReason.NUMERICAL, "", 500),
+        (FinishReason.ABORT, "", 500),
     ],
 )
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_failed_completions(path: str, reason: FinishReason, status: int) -> None:
-    failed = completion("", reason=reason, error="it failed")
+def test_failed_completions(path: str, reason: FinishReason, text: str, status: int) -> None:
+    failed = completion(text, reason=reason, error="it failed")
     request = chat(path, prompt="x")
     with pytest.raises(ProtocolError, match="it failed") as caught:
         request.respond([failed])

@@ -84,10 +84,11 @@ def run(
     defaults: dict[str, Any] | None = None,
     window: int = 8,
     max_errors: int | None = None,
+    retries: bool = False,
     **more: Any,
 ) -> Totals:
     """Run a job over files."""
     context = replace(CONTEXT, defaults=defaults or {}, settings=settings)
-    options = JobOptions(window=window, max_errors=max_errors)
+    options = JobOptions(window=window, max_errors=max_errors, retries=retries)
     with Source(str(source)) as opened, Output(output) as file:
         return run_jobs(engine or ToyEngine(), opened, file, context, options, **more)

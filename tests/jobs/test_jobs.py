@@ -25,7 +25,7 @@ from deepinfer.chat import companion
 from deepinfer.errors import DeepInferError, RequestError, UnsupportedError
 from deepinfer.jobs import ledger, runner, source
 from deepinfer.jobs.output import Output
-from deepinfer.jobs.rows import failure, prepare, read_row
+from deepinfer.jobs.rows import Context, Row, Work, failure, prepare, read_row
 from deepinfer.jobs.source import Line, Source
 
 Rows = list[dict[str, Any]]
@@ -275,6 +275,74 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: int) -> None:
     check(rows, read(out))
 
 
+def test_a_power_cut_leaves_zeros(tmp_path: Path) -> None:
+    rows, out = plain(9), tmp_path / "out"
+    file = write(tmp_path / "in", rows)
+    run(file, out)
+    with open(out, "ab") as damaged:
+        damaged.write(bytes(4000))
+    assert run(file, out).torn_bytes == 4000
+    check(rows, read(out))
+
+
+def test_failed_rows_are_answered_again(tmp_path: Path) -> None:
+    rows, out = plain(6), tmp_path / "out"
+    bad: Rows = [{"custom_id": "bad", "prompt": []}, {"custom_id": "long", "prompt": [5] * 200}]
+    run(write(tmp_path / "in", [*rows, *bad]), out)
+    out.chmod(0o640)
+    assert run(tmp_path / "in", out).failed_before == 2
+    totals = run(tmp_path / "in", out, retries=True)
+    assert (totals.retried, totals.failed_before, totals.failed, totals.skipped) == (2, 0, 2, 6)
+    bad = [{"custom_id": "bad", "prompt": [5], "max_tokens": 2}, {**bad[1], "prompt": [6]}]
+    with pytest.raises(RequestError, match="differs from what"):
+        run(write(tmp_path / "in", [*rows, *bad]), out)
+    totals = run(tmp_path / "in", out, retries=True)
+    assert (totals.retried, totals.failed, totals.done, totals.skipped) == (2, 0, 2, 6)
+    assert Counter(r["custom_id"] for r in read(out)).most_common(1)[0][1] == 1
+    assert len(read(out)) == 8 and out.stat().st_mode & 0o777 == 0o640
+    assert run(tmp_path / "in", out, retries=True).retried == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_taking_errors_out_keeps_the_lock_and_the_torn_line_out(tmp_path: Path) -> None:
+    out, link = tmp_path / "out", tmp_path / "link"
+    run(write(tmp_path / "in", [{"prompt": []}, {"prompt": [5], "max_tokens": 1}]), out)
+    link.symlink_to(out)
+    with open(out, "ab") as damaged:
+        damaged.write(b'{"custom_id": "x", "te')
+    with Output(link) as output:
+        assert output.drop_failed() == 1
+        with pytest.raises(RequestError, match="another run is writing it"):
+            Output(out)
+        assert [record["token_ids"] for record in output.recover()] == [[25]]
+        output.append([{"a": 1}])
+    assert link.is_symlink() and len(out.read_text().splitlines()) == 2
+
+
+def test_a_mistake_of_ours_costs_its_row_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(row: Row, context: Context) -> Work:
+        if row.line == 2:
+            raise TypeError("an 'int' cannot be cast")
+        return prepare(row, context)
+
+    monkeypatch.setattr(runner, "prepare", failing)
+    totals = run(write(tmp_path / "in", plain(3)), tmp_path / "out")
+    assert (totals.done, totals.failed) == (2, 1)
+    (error,) = [r["error"] for r in read(tmp_path / "out") if r["error"]]
+    message = "internal error: TypeError: an 'int' cannot be cast"
+    assert error == {"code": "server_error", "message": message}
+    assert "Traceback" in caplog.text
+
+
+def test_messages_of_errors_are_bounded(tmp_path: Path) -> None:
+    run(write(tmp_path / "in", [{"prompt": [5], "max_tokens": "9" * 10**5}]), tmp_path / "out")
+    (record,) = read(tmp_path / "out")
+    assert record["error"]["message"].startswith("SamplingParams cannot be used")
+    assert len(record["error"]["message"]) < 2100
+
+
 ROOT = Path(__file__).parents[2]
 CHILD = """
 import sys
@@ -325,6 +393,9 @@ def test_two_runs_never_share_an_output(tmp_path: Path) -> None:
     [
         ('{"a": 1}\n', "line 1 is no record of a run"),
         ("text\n", "line 1 is no record of a run"),
+        ("text without an end", "line 1 is no record of a run"),
+        ('{"a": 1', "line 1 is no record of a run"),
+        ('{"custom_id": "a", "prompt": [5]}', "line 1 is no record of a run"),
         ('{"run": {"key": "a", "request": "b"}}\n' * 2, "answers 'a' twice"),
     ],
 )
@@ -334,6 +405,13 @@ def test_other_files_are_not_appended_to(tmp_path: Path, content: str, problem: 
     with pytest.raises(RequestError, match=problem):
         run(write(tmp_path / "in", plain(1)), out)
     assert out.read_text() == content
+
+
+def test_outputs_that_are_no_files_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(RequestError, match=r"cannot write .*: it is no file that"):
+            Output(path)
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
@@ -375,20 +453,23 @@ def test_compressed_input(tmp_path: Path, kind: str) -> None:
     assert totals.fraction == 1.0
 
 
+@pytest.mark.parametrize("keep", [0.001, 0.5, 0.999])
 @pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_cut_compressed_input(tmp_path: Path, kind: str) -> None:
-    rows = plain(3000)
-    data = write(tmp_path / "in", rows).read_bytes()
-    if kind == "gz":
-        data = gzip.compress(data)
-    else:
-        data = pytest.importorskip("zstandard").compress(data)
-    (tmp_path / "packed").write_bytes(data[: len(data) // 2])
-    if kind == "gz":
-        with pytest.raises(RequestError, match=r"cannot read .* to its end"):
-            run(tmp_path / "packed", tmp_path / "out", ToyEngine(width=100), window=200)
-    else:
-        (tmp_path / "packed").write_bytes(data[:40] + b"\xff" * 40 + data[80:])
+def test_cut_compressed_input(tmp_path: Path, kind: str, keep: float) -> None:
+    data = write(tmp_path / "in", plain(3000)).read_bytes()
+    pack = gzip.compress if kind == "gz" else pytest.importorskip("zstandard").compress
+    data = pack(data)
+    (tmp_path / "packed").write_bytes(data[: max(12, int(len(data) * keep))])
+    with pytest.raises(RequestError, match=r"cannot read .* to its end"):
+        run(tmp_path / "packed", tmp_path / "out", ToyEngine(width=100), window=200)
+
+
+def test_damaged_compressed_input(tmp_path: Path) -> None:
+    data = pytest.importorskip("zstandard").compress(
+        write(tmp_path / "in", plain(3000)).read_bytes()
+    )
+    for bad in (data[:40] + b"\xff" * 40 + data[80:], data + b"and more"):
+        (tmp_path / "packed").write_bytes(bad)
         with pytest.raises(RequestError, match=r"cannot read .* to its end"):
             run(tmp_path / "packed", tmp_path / "out", ToyEngine(width=100), window=200)
 

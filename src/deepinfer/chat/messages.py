@@ -286,7 +286,8 @@ class Conversation:
                 problems.append(f"tool {place}: {error.message}")
         if not isinstance(tool_choice, str) or tool_choice not in set(ToolChoice):
             problems.append(f"tool_choice must be auto, none or required, not {tool_choice!r}")
-        if thinking not in (True, False):
+        thinks: object = thinking
+        if not isinstance(thinks, bool):
             problems.append(f"thinking must be True or False, not {thinking!r}")
         if problems:
             raise RequestError("the conversation cannot be used", problems)

@@ -70,6 +70,9 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         "--max-errors", type=_count, metavar="N", help="stop when more than N rows have failed"
     )
     parser.add_argument(
+        "--retry-failed", action="store_true", help="answer rows again whose record is an error"
+    )
+    parser.add_argument(
         "--window",
         type=positive,
         metavar="N",
@@ -147,7 +150,9 @@ def run(args: argparse.Namespace) -> int:
                 settings=_settings(folder, config, {**defaults, "thinking": thinking}),
             )
             window = args.window or max(_LEAST_WINDOW, 2 * config.scheduling.max_num_seqs)
-            options = JobOptions(window=window, max_errors=args.max_errors)
+            options = JobOptions(
+                window=window, max_errors=args.max_errors, retries=args.retry_failed
+            )
             meter = None if args.quiet else _Meter()
             try:
                 with _interrupt_sets_flag() as flag:

@@ -23,6 +23,9 @@ def raise_failure(completion: Completion) -> None:
     """Raise ProtocolError for a completion that has failed."""
     if completion.error is None and completion.finish_reason is not FinishReason.ABORT:
         return
-    bad = (FinishReason.INVALID_REQUEST, FinishReason.PROMPT_LENGTH_EXCEEDED)
+    reason = completion.finish_reason
+    is_bad = reason in (FinishReason.INVALID_REQUEST, FinishReason.PROMPT_LENGTH_EXCEEDED)
+    # A shape that no token was drawn for has been refused; later the engine could not keep to it.
+    is_bad |= reason is FinishReason.STRUCTURED_OUTPUT_ERROR and not completion.token_ids
     message = completion.error or "the request was aborted"
-    raise ProtocolError(message, status=400 if completion.finish_reason in bad else 500)
+    raise ProtocolError(message, status=400 if is_bad else 500)

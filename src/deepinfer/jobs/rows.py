@@ -31,6 +31,7 @@ _SAMPLING: Final = frozenset(
 )
 _CHAT: Final = frozenset(("thinking", "effort", "tools", "tool_choice", "response_format"))
 _MAX_SAMPLES: Final = 128
+_MAX_MESSAGE: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,8 @@ def prepare(row: Row, context: Context) -> Work:
 def failure(row: Row, error: DeepInferError) -> Record:
     """Return the record of a row that could not be answered."""
     message = "; ".join([error.message, *error.problems])
+    if len(message) > _MAX_MESSAGE:  # it may repeat what the row holds
+        message = message[:_MAX_MESSAGE] + "..."
     status = error.status if isinstance(error, ProtocolError) else 400
     code = "invalid_request" if status < 500 else "server_error"
     record: Record = {"custom_id": row.custom_id}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Protocol
 
 from deepinfer.engine.request import Completion, SamplingParams
-from deepinfer.errors import DeepInferError, RequestError
+from deepinfer.errors import DeepInferError, ProtocolError, RequestError
 from deepinfer.jobs.ledger import Ledger
 from deepinfer.jobs.output import Output, Record
 from deepinfer.jobs.rows import Context, Row, Work, failure, prepare, read_row
@@ -19,6 +20,7 @@ from deepinfer.jobs.source import Line, Source
 
 __all__ = ["Engine", "JobOptions", "Totals", "run_jobs"]
 
+_log = logging.getLogger(__name__)
 _READ_AHEAD: Final = 8  # groups of lines
 _GROUP_LINES: Final = 64
 _GROUP_BYTES: Final = 2**20
@@ -48,10 +50,12 @@ class JobOptions:
 
     window      most requests in flight
     max_errors  stop when more rows than this have failed; None goes on
+    retries     whether to answer rows again whose record is an error
     """
 
     window: int
     max_errors: int | None = None
+    retries: bool = False
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class Totals:
     done, failed     rows answered in this run, and rows whose record is an error
     skipped          rows that an earlier run has answered
     failed_before    how many of the answers there before this run are errors
+    retried          errors there before this run that were taken out, to answer their rows again
     unmatched        answers in the output whose rows the input does not have
     torn_bytes       of a last record that an earlier run left torn and that was cut off
     fraction         of the input that is read, None where its size is not known
@@ -71,6 +76,7 @@ class Totals:
     failed: int = 0
     skipped: int = 0
     failed_before: int = 0
+    retried: int = 0
     unmatched: int = 0
     torn_bytes: int = 0
     prompt_tokens: int = 0
@@ -131,6 +137,7 @@ def run_jobs(
     cannot be written, or a row differs from the one that the output answers.
     """
     with Ledger() as ledger:
+        retried = output.drop_failed() if options.retries else 0
         failed_before = 0
         for record in output.recover():
             failed_before += record.get("error") is not None
@@ -142,6 +149,7 @@ def run_jobs(
                 )
         job = _Job(engine, _Reader(source), output, ledger, context, options)
         job.totals.failed_before = failed_before
+        job.totals.retried = retried
         job.totals.torn_bytes = output.num_torn_bytes
         try:
             job.run(source, report, is_stopped)
@@ -213,6 +221,16 @@ class _Reader:
                 continue
 
 
+def _told(error: Exception) -> DeepInferError:
+    """Return what a row is told. A mistake of ours costs that row only, and not the run."""
+    if isinstance(error, DeepInferError):
+        return error
+    if isinstance(error, MemoryError):
+        raise error
+    _log.error("a row could not be worked on", exc_info=error)
+    return ProtocolError(f"internal error: {type(error).__name__}: {error}", status=500)
+
+
 class _Job:
     """One run over one source."""
 
@@ -281,8 +299,8 @@ class _Job:
                 continue
             try:
                 work = prepare(met, self._context)
-            except DeepInferError as error:
-                self._fail(met, error)
+            except Exception as error:
+                self._fail(met, _told(error))
                 if self._is_full_of_errors():
                     return
                 continue
@@ -346,8 +364,8 @@ class _Job:
         self._live_bytes -= live.num_bytes
         try:
             record = live.work.respond([c for c in live.completions if c is not None])
-        except DeepInferError as error:
-            self._fail(live.row, error)
+        except Exception as error:
+            self._fail(live.row, _told(error))
         else:
             self._records.append(record)
             totals.done += 1

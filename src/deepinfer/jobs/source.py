@@ -7,11 +7,11 @@ import io
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from deepinfer.errors import RequestError, UnsupportedError
 
@@ -22,6 +22,7 @@ MAX_LINE_BYTES: Final = 16 * 2**20
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_ZSTD_BYTES: Final = 2048  # at a time: they hold 64 MiB of content at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,60 @@ class _Lines(Protocol):
     def readline(self, size: int, /) -> bytes:
         """Return the next line, or as much of it."""
         ...
+
+
+class _Frame(Protocol):
+    """One zstandard frame being read."""
+
+    @property
+    def eof(self) -> bool:
+        """Whether it is complete."""
+        ...
+
+    @property
+    def unused_data(self) -> bytes:
+        """What follows it in the data given last."""
+        ...
+
+    def decompress(self, data: bytes, /) -> bytes:
+        """Take more of the frame and return the content that it holds."""
+        ...
+
+
+class _ZstdFile(io.RawIOBase):
+    """The content of zstandard frames, one after the other.
+
+    The package's own stream ends quietly where a frame is cut short; here that is an EOFError.
+    """
+
+    def __init__(self, raw: io.BufferedReader, new_frame: Callable[[], _Frame]) -> None:
+        self._raw = raw
+        self._new_frame = new_frame
+        self._frame: _Frame | None = None
+        self._packed = b""
+        self._content = memoryview(b"")  # not yet taken
+
+    def readable(self) -> bool:
+        """Tell that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:  # any writable buffer
+        """Fill a buffer with what comes next; 0 at the end."""
+        while not self._content:
+            self._packed = self._packed or self._raw.read1(_ZSTD_BYTES)
+            if not self._packed and self._frame is not None:
+                raise EOFError("its last zstandard frame is cut short")
+            if not self._packed:
+                return 0
+            frame = self._frame = self._frame or self._new_frame()
+            self._content = memoryview(frame.decompress(self._packed))
+            self._packed = b""
+            if frame.eof:
+                self._packed, self._frame = frame.unused_data, None
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
 
 
 class Source:
@@ -126,8 +181,7 @@ class Source:
                 raise UnsupportedError.missing_extra(
                     "zstandard", "jobs", f"reading {self.name}, which is zstandard,"
                 ) from None
-            reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            return io.BufferedReader(reader)
+            return io.BufferedReader(_ZstdFile(raw, zstandard.ZstdDecompressor().decompressobj))
         return raw
 
     def _read(self) -> bytes:
