@@ -58,14 +58,15 @@ def sequence_rows(
     when ended.
     """
     rows = plan.rows
-    slots = torch.tensor([row.slot for row in rows], dtype=torch.int64)
+    device = state.length.device
+    slots = torch.tensor([row.slot for row in rows], dtype=torch.int64, device=device)
     alive = state.alive[slots].tolist()
     length = state.length[slots]
     starts = (length - 1).tolist()
     last = state.last_token[slots].tolist()
     drafts: list[list[int]] = []
     if state.drafts.shape[1] and plan.kind is StepKind.DECODE:
-        asked = torch.tensor([row.num_drafts for row in rows], dtype=torch.int64)
+        asked = torch.tensor([row.num_drafts for row in rows], dtype=torch.int64, device=device)
         # The last token of the limit is never fed, and the row before it draws it.
         room = state.limit[slots] - length - 1
         valid = torch.minimum(torch.minimum(asked, state.num_drafts[slots]), room)
