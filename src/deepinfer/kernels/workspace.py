@@ -8,6 +8,8 @@ row of a product does not depend on the others.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -16,9 +18,25 @@ from torch import Tensor
 
 from deepinfer.kernels.rows import ROW_BLOCK
 
-__all__ = ["FloatArray", "Rows", "as_array", "as_tensor", "kept_rows", "multiply"]
+__all__ = [
+    "FloatArray",
+    "Pair",
+    "Rows",
+    "as_array",
+    "as_tensor",
+    "kept_rows",
+    "largest",
+    "multiply",
+    "shared",
+    "total",
+]
 
 FloatArray = NDArray[np.float32]
+HalfArray = NDArray[np.uint16]
+
+total: Final[Callable[..., FloatArray]] = np.add.reduce
+largest: Final[Callable[..., NDArray[Any]]] = np.maximum.reduce
+"""Of (x, axis, None, out, keepdims): arguments by place cost less than by name."""
 
 
 class Rows:
@@ -52,6 +70,37 @@ def kept_rows(num_rows: int, width: int, purpose: str = "in") -> Rows:
     if found is None:
         found = kept[key] = Rows(num_rows, width)
     return found
+
+
+def shared(num_rows: int, width: int, padded: bool = True) -> tuple[Tensor, Tensor, FloatArray]:
+    """Return fp32 zeros as a block of 16 rows (or without padding of as many as count), and the
+    rows that count as tensor and as array over the same memory.
+    """
+    with torch.inference_mode(False):
+        block = torch.zeros(ROW_BLOCK if padded else num_rows, width)
+        tensor = block[:num_rows]
+        return block, tensor, tensor.numpy()
+
+
+class Pair:
+    """Rows of fp32 values, in the 16-row block of a product, and the same rounded to bf16.
+
+    tensor, array  [T, K] fp32, the first rows of `block` unless not `padded`
+    half, bits     [T, K] bf16, and as uint16
+    """
+
+    __slots__ = ("array", "bits", "block", "half", "tensor")
+
+    def __init__(self, num_rows: int, width: int, padded: bool = True) -> None:
+        self.block, self.tensor, self.array = shared(num_rows, width, padded)
+        with torch.inference_mode(False):
+            self.half = torch.zeros(num_rows, width, dtype=torch.bfloat16)
+            self.bits: HalfArray = self.half.view(torch.int16).numpy().view(np.uint16)
+
+    def round(self) -> None:
+        """Bring the fp32 values to the bf16 grid and to `half`."""
+        self.half.copy_(self.tensor)
+        self.tensor.copy_(self.half)
 
 
 def multiply(x: Rows, weight: Tensor) -> Rows:

@@ -82,9 +82,26 @@ def sparse_attention(
 ) -> Tensor:
     """As the reference."""
     arguments = q, window_kv, window_idx, main_kv, main_idx, sink, scale, round_weights
+    return as_tensor(attend(*arguments), q.dtype)
+
+
+def attend(
+    q: Tensor,
+    window_kv: Tensor,
+    window_idx: Tensor,
+    main_kv: Tensor | None,
+    main_idx: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    round_weights: bool,
+) -> FloatArray:
+    """As the reference, before rounding to the type of q."""
+    arguments = q, window_kv, window_idx, main_kv, main_idx, sink, scale, round_weights
     windows = _windows(q, window_kv, window_idx, main_kv)
     out = None if windows is None else _attend(windows, *arguments)
-    return reference.sparse_attention(*arguments) if out is None else out
+    if out is not None:
+        return out
+    return reference.sparse_attention(q.float(), *arguments[1:]).numpy()
 
 
 def _attend(
@@ -97,7 +114,7 @@ def _attend(
     sink: Tensor,
     scale: float,
     round_weights: bool,
-) -> Tensor | None:
+) -> FloatArray | None:
     """Attend each row to its window [W, D] and its other entries; None if that is not finite."""
     shape = (*q.shape, window_idx.shape[1], 0 if main_idx is None else main_idx.shape[1])
     kept = _KEPT.buffers.get(shape)
@@ -141,7 +158,7 @@ def _attend(
         np.multiply(acc, fade[..., None], acc)
         np.add(acc, kept.value[block], acc)
     np.divide(acc, (total + kept.sinks)[..., None], acc)
-    return as_tensor(acc, q.dtype) if np.isfinite(acc).all() else None
+    return acc if np.isfinite(acc).all() else None
 
 
 def _hide(scores: FloatArray, idx: Tensor) -> None:

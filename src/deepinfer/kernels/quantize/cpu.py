@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.kernels.quantize import reference
+from deepinfer.kernels.workspace import Pair, largest, shared
 
-__all__ = ["act8_values", "encode", "round_into", "round_trip"]
+__all__ = ["Act8", "act8_values", "encode", "round_into", "round_trip"]
 
 FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
@@ -117,6 +118,47 @@ def _look_up(x: Tensor, fmt: str) -> tuple[_Tables, HalfArray, HalfArray]:
     np.divide(scratch.groups, tables.scale.take(peak)[..., None], scratch.quotient)
     beyond = (scratch.quotient.view(np.uint32) & _LOW_HALF) != 0
     return tables, scratch.quotient_high | beyond, peak
+
+
+class Act8:
+    """ACT8 of some columns of a pair, by the same tables, on buffers of its own.
+
+    block   [16, K] fp32, or as many rows as the pair has: the rounded values for a product
+    values  [T, K] those rows that count
+    """
+
+    def __init__(self, pair: Pair, columns: slice = slice(None)) -> None:
+        self._tables = _tables("act8")
+        assert self._tables.factor is not None
+        self._factor = self._tables.factor
+        self._bits = pair.bits[:, columns]
+        num_rows, width = self._bits.shape
+        grouped = (num_rows, width // _GROUP["act8"], _GROUP["act8"])
+        self._groups = pair.array[:, columns].reshape(grouped)
+        assert np.shares_memory(self._groups, pair.array)
+        scratch = _Scratch((num_rows, width), _GROUP["act8"])
+        self._magnitude, self._magnitude_groups = scratch.magnitude, scratch.magnitude_groups
+        self._quotient, self._quotient_high = scratch.quotient, scratch.quotient_high
+        self._peak = np.empty((*grouped[:2], 1), dtype=np.uint16)
+        padded = pair.block.shape[0] != num_rows
+        self.block, _, self.values = shared(num_rows, width, padded)
+        self._value_groups = self.values.reshape(grouped)
+
+    def run(self) -> Tensor:
+        """Round the pair's values, which are on the bf16 grid, and return `block`."""
+        np.bitwise_and(self._bits, _MAGNITUDE, self._magnitude)
+        largest(self._magnitude_groups, -1, None, self._peak, True)
+        factor = self._factor.take(self._peak)
+        np.multiply(self._groups, factor, self._quotient)
+        values = self._tables.values.take(self._quotient_high)
+        np.divide(values, factor, self._value_groups)
+        return self.block
+
+    def encode(self) -> tuple[ByteArray, ByteArray, FloatArray]:
+        """Run, and return codes [T, K], scale bytes [T, K/32] and `values`."""
+        self.run()
+        codes = self._tables.codes.take(self._quotient_high).reshape(self._bits.shape)
+        return codes, self._tables.scale_codes.take(self._peak[..., 0]), self.values
 
 
 def round_into(x: Tensor, fmt: str, out: FloatArray) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import MutableMapping
 
 import numpy as np
@@ -24,6 +25,7 @@ from deepinfer.model.fast.attention import attention
 from deepinfer.model.fast.block import run_block, start_streams
 from deepinfer.model.fast.compressor import compress_step
 from deepinfer.model.fast.engram import EngramHash, add_engram
+from deepinfer.model.fast.few import FewBlock, FewRows, fits
 from deepinfer.model.fast.inputs import ModelInputs, Replay
 from deepinfer.model.fast.step import Numerics, Step
 from deepinfer.model.fast.weights import BlockWeights, Loader
@@ -51,6 +53,13 @@ def resolve_numerics(config: NumericsConfig, device: torch.device) -> Numerics:
         fp8_output=official and output == "fp8",
         index_rounding=scores if official else "none",
     )
+
+
+class _Kept(threading.local):
+    """A thread's buffers of decode steps, by their number of rows."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, FewRows] = {}
 
 
 class FastModel:
@@ -89,6 +98,8 @@ class FastModel:
             loader.block(f"layers.{layer.layer_id}", config.n_routed_experts, layer)
             for layer in config.layers
         )
+        self._few_blocks: dict[int, FewBlock] = {}
+        self._kept = _Kept()
         self.draft: DraftModel | None = None
         if with_drafts and config.num_nextn_predict_layers:
             self.draft = DraftModel(config, loader, ops, numerics, self.embed, self.head)
@@ -141,6 +152,7 @@ class FastModel:
         stream, pre = start_streams(
             self.embed, inputs.token_ids, config.hc_mult, self.numerics.dtype
         )
+        few = self._few(step, stream, pre)
         rows = [] if self._hash is None else self._hash.rows(step)
         taps: list[Tensor] = []
         for layer, block in zip(config.layers, self.blocks, strict=True):
@@ -154,15 +166,22 @@ class FastModel:
                     logits_rows = inputs.replay.places[logits_rows]
             if layer.engram_idx is not None and block.engram is not None:
                 stream = add_engram(step, block.engram, stream, rows[layer.engram_idx])
+                if few is not None:
+                    few.put(stream)
                 step.note("engram_out", stream)
             if (self.draft or step.trace is not None) and (
                 layer.layer_id in config.dspark_target_layer_ids
             ):
                 tap = sum_in_order(stream.float(), 1) / config.hc_mult
                 taps.append(tap.to(stream.dtype))
+            if few is not None:
+                few.run(step, layer, block, self._few_block(layer.layer_id))
+                stream = few.streams()
+                continue
             attend = functools.partial(attention, step, layer, block)
-
             stream, pre = run_block(step, block, stream, pre, attend, config.num_experts_per_tok)
+        if few is not None:
+            pre = torch.from_numpy(few.pre)
         if self.draft is not None:
             self.draft.store(step, torch.cat(taps, dim=1))
         if trace is not None and step.trace is not None:
@@ -209,6 +228,23 @@ class FastModel:
             compressed=True,
         )
         return kept, stream[rows], pre[rows]
+
+    def _few(self, step: Step, stream: Tensor, pre: Tensor) -> FewRows | None:
+        """Return this thread's buffers for a step of few rows, where they fit it."""
+        if not fits(step, self.blocks):
+            return None
+        kept, num_rows = self._kept.rows, step.inputs.num_rows
+        if num_rows not in kept:
+            kept[num_rows] = FewRows(self.config, num_rows)
+        kept[num_rows].start(step, stream, pre)
+        return kept[num_rows]
+
+    def _few_block(self, layer_id: int) -> FewBlock:
+        found = self._few_blocks.get(layer_id)
+        if found is None:
+            found = FewBlock.of(self.blocks[layer_id], self.config)
+            self._few_blocks[layer_id] = found
+        return found
 
     def _no_logits(self, stream: Tensor) -> Tensor:
         return stream.new_empty(0, self.config.vocab_size, dtype=torch.float32)
