@@ -78,7 +78,7 @@ from deepinfer.errors import (
 from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
 from deepinfer.model.fast.model import FastModel, resolve_numerics
-from deepinfer.sampling.rng import derive_seed
+from deepinfer.sampling.noise import derive_seed
 from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.fingerprint import weights_digest
 from deepinfer.weights.load import check_steering, find_nonfinite

@@ -15,6 +15,7 @@ from deepinfer.dialog.protocol import BodyRequest, convert
 from deepinfer.engine.request import Chunk, Completion, FinishReason
 from deepinfer.errors import ProtocolError
 from deepinfer.grammar.spec import Structured
+from deepinfer.sampling.noise import derive_seed
 
 pytestmark = pytest.mark.skipif(
     not companion.is_installed(), reason="needs deepseek-recipe: pip install 'deepinfer[chat]'"
@@ -160,7 +161,8 @@ def test_streamed_events_add_up_to_the_body(path: str, text: str) -> None:
 
 def test_several_samples() -> None:
     request = chat(n=2, seed=5, stream=True, thinking=OFF)
-    assert len(request.prompts) == 2 and request.params[0].seed == 5 != request.params[1].seed
+    assert len(request.prompts) == 2
+    assert [params.seed for params in request.params] == [derive_seed(5, 0), derive_seed(5, 1)]
     wholes = [completion("one", 0), completion("two two", 1)]
     body = request.respond(wholes)
     assert [c["index"] for c in body["choices"]] == [0, 1]

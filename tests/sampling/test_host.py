@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.sampling.host import draw_host, filter_host
-from deepinfer.sampling.rng import derive_seed, exponential, exponentials, host_words
+from deepinfer.sampling.noise import derive_seed, exponentials, host_words
+from deepinfer.sampling.rng import exponential
 from deepinfer.sampling.sampler import Sampler, SlotParams, draw, filter_logits
 
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from deepinfer.sampling.rng import MAX_LOG_NOISE, MIN_LOG_NOISE, exponential, philox
+from deepinfer.sampling.noise import MAX_LOG_NOISE, MIN_LOG_NOISE
+from deepinfer.sampling.rng import exponential, philox
 
 MASK = 0xFFFFFFFF
 

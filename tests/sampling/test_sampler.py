@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepinfer.sampling.host import draw_host
-from deepinfer.sampling.rng import STREAM_DRAFT, exponential
+from deepinfer.sampling.noise import STREAM_DRAFT
+from deepinfer.sampling.rng import exponential
 from deepinfer.sampling.sampler import (
     LOGPROB_FLOOR,
     Sampler,

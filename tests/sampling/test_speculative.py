@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepinfer.sampling.host import draw_host
-from deepinfer.sampling.rng import STREAM_DRAFT, STREAM_TARGET
+from deepinfer.sampling.noise import STREAM_DRAFT, STREAM_TARGET
 from deepinfer.sampling.sampler import draw
 from deepinfer.sampling.speculative import (
     Windows,

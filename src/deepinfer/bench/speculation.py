@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.engine.speculation import CostCurve, DraftPlanner
-from deepinfer.sampling.rng import derive_seed
+from deepinfer.sampling.noise import derive_seed
 
 __all__ = ["NODE_CURVE", "Outcome", "Policy", "simulate", "spelled", "sweep"]
 

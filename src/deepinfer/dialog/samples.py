@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 
 from deepinfer.engine.request import Completion, FinishReason, SamplingParams
 from deepinfer.errors import ProtocolError
+from deepinfer.sampling.noise import derive_seed
 
 __all__ = ["raise_failure", "sample_params"]
 
 
 def sample_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Return the parameters of one of several samples: the first has the seed as it is."""
+    """Return the parameters of one of several samples, seeded as `LLM.generate` seeds it."""
     if index == 0 or params.seed is None:
         return params
-    digest = hashlib.sha256(f"{params.seed}/{index}".encode()).digest()
-    return replace(params, seed=int.from_bytes(digest[:8], "little"))
+    return replace(params, seed=derive_seed(params.seed, index))
 
 
 def raise_failure(completion: Completion) -> None:

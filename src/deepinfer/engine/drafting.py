@@ -21,7 +21,7 @@ from deepinfer.engine.batch import Batch
 from deepinfer.engine.state import SlotState
 from deepinfer.errors import ConfigError
 from deepinfer.model.dspark import DraftModel
-from deepinfer.sampling.rng import STREAM_DRAFT, STREAM_TARGET
+from deepinfer.sampling.noise import STREAM_DRAFT, STREAM_TARGET
 from deepinfer.sampling.sampler import Sampled, Sampler
 from deepinfer.sampling.speculative import Windows, accept_equal, accept_rejection
 

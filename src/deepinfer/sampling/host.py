@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deepinfer.sampling.rng import MAX_LOG_NOISE, STREAM_TARGET, exponentials, host_words
+from deepinfer.sampling.noise import MAX_LOG_NOISE, STREAM_TARGET, exponentials, host_words
 
 __all__ = ["MASS_ONE", "Floats", "Ints", "Words", "draw_host", "filter_host"]
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.sampling.host import MASS_ONE, draw_host, filter_host
-from deepinfer.sampling.rng import STREAM_TARGET, exponential
+from deepinfer.sampling.noise import STREAM_TARGET
+from deepinfer.sampling.rng import exponential
 
 __all__ = [
     "LOGPROB_FLOOR",

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.sampling.rng import STREAM_ACCEPT, STREAM_RESIDUAL, exponential
+from deepinfer.sampling.noise import STREAM_ACCEPT, STREAM_RESIDUAL
+from deepinfer.sampling.rng import exponential
 from deepinfer.sampling.sampler import draw
 
 __all__ = ["Windows", "accept_equal", "accept_rejection", "split_budget"]
