@@ -8,9 +8,9 @@ layer. Flat entry ids are `block * entries + offset`, for rings `slot * length +
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -21,8 +21,10 @@ from torch import Tensor
 
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.errors import ShapeError
+from deepinfer.kernels.rows import ROW_BLOCK
 
 __all__ = [
+    "DecodeRows",
     "History",
     "ModelInputs",
     "RatioInputs",
@@ -30,6 +32,7 @@ __all__ = [
     "ReplayMode",
     "SequenceRows",
     "build_inputs",
+    "decode_inputs",
 ]
 
 IntArray = NDArray[np.int64]
@@ -57,6 +60,26 @@ class SequenceRows(NamedTuple):
     blocks: Sequence[int]
     floor: int = 0
     saves: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """A decode step of B sequences as arrays.
+
+    slots      [B]         state slots
+    starts     [B]         position of each sequence's first row
+    counts     [B]         rows of each; None = one each
+    token_ids  [T]         the rows' tokens
+    blocks     [B, width]  block tables
+    held       [B]         how many of a table's blocks are meant
+    """
+
+    slots: IntArray
+    starts: IntArray
+    counts: IntArray | None
+    token_ids: IntArray
+    blocks: IntArray
+    held: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +144,8 @@ class ModelInputs:
     window_load   [B*W] prefill: flat ring entries of the W positions before the step
     window_slots  [T, W] prefill: indices into each sequence's [W loaded | its rows], one after the
                   other; decode: flat ring entries
-    window_runs   [T, W] decode: the same in rings that are kept twice in a row, where each row's
-                  entries are neighbours
+    window_runs   [T, W] decode of up to ROW_BLOCK rows: the same in rings that are kept twice in a
+                  row, where each row's entries are neighbours
     window_save   rows and ring entries of other slots that also get their values: [n] and [n], None
                   without saves
     tail          look-back of the ratio-2 compressors, None without them
@@ -177,11 +200,13 @@ def build_inputs(
     Raises ShapeError for an empty step, a sequence without rows, a decode step with too many rows
     or a block table that does not cover the rows.
     """
-    whole = _build(sequences, decode, layout, device, floors=False)
-    if replay == "off" or decode or all(s.floor <= s.start - layout.window for s in sequences):
+    if decode:
+        return decode_inputs(_decode_rows(sequences), layout, device)
+    whole = _build(sequences, layout, device, floors=False)
+    if replay == "off" or all(s.floor <= s.start - layout.window for s in sequences):
         return whole
     if replay == "mask":
-        masked = _build(sequences, decode, layout, device, floors=True)
+        masked = _build(sequences, layout, device, floors=True)
         return replace(whole, replay=Replay(masked, None, None))
     kept: list[SequenceRows] = []
     rows: list[IntArray] = []
@@ -197,7 +222,7 @@ def build_inputs(
     index = np.concatenate(rows)
     places = np.full(whole.num_rows, -1, dtype=np.int64)
     places[index] = np.arange(index.shape[0])
-    compact = _build(kept, decode, layout, device, floors=True)
+    compact = _build(kept, layout, device, floors=True)
     return replace(
         whole,
         replay=Replay(
@@ -206,21 +231,163 @@ def build_inputs(
     )
 
 
+def decode_inputs(
+    rows: DecodeRows, layout: CacheLayout, device: torch.device | str = "cpu"
+) -> ModelInputs:
+    """Lay out a decode step; errors as in `build_inputs`."""
+    slots, starts, counts = rows.slots, rows.starts, rows.counts
+    num_sequences, num_rows = len(slots), len(rows.token_ids)
+    put = _putter(device)
+    if counts is None:
+        cu_rows = last_rows = None
+        positions, row_slots = starts, slots
+        row_seq, device_row_seq = _ascending(num_sequences, device)
+    else:
+        cu_rows = np.concatenate([[0], np.cumsum(counts)])
+        last_rows = cu_rows[1:] - 1
+        row_seq = np.repeat(np.arange(num_sequences), counts)
+        device_row_seq = put(row_seq)
+        positions = starts[row_seq] + np.arange(num_rows) - cu_rows[row_seq]
+        row_slots = slots[row_seq]
+    needed = _check(counts, starts, rows.held, layout, decode=True)
+    width = int(needed.max())
+    blocks = np.where(np.arange(width) < needed[:, None], rows.blocks[:, :width], 0)
+
+    window, ring = layout.window, layout.ring_length
+    first = positions - (window - 1)
+    early = np.flatnonzero(first < 0)  # rows whose window begins before position 0
+    if early.size:
+        first[early] = 0
+        absent = np.arange(window) > positions[early, None]
+    first %= ring
+    window_slots = _turns(window, ring).take(first, axis=0)
+    window_slots += (row_slots * ring)[:, None]
+    window_runs = None
+    if num_rows <= ROW_BLOCK:
+        window_runs = np.arange(window) + (first + row_slots * (2 * ring))[:, None]
+    if early.size:
+        window_slots[early] = np.where(absent, -1, window_slots[early])
+        if window_runs is not None:
+            window_runs[early] = np.where(absent, -1, window_runs[early])
+
+    def history(depth: int, length: int) -> History:
+        """Look `depth` tokens back through a ring of `length`, which holds all rows."""
+        before = starts[:, None] - np.arange(depth, 0, -1)
+        loads = before % length + slots[:, None] * length
+        loads[before < 0] = -1
+        if cu_rows is None:
+            look_back = _look_back_one(num_sequences, depth, device)
+        else:
+            look_back = put(_look_back(cu_rows, row_seq, depth))
+        store = put(row_slots * length + positions % length)
+        return History(put(loads.ravel()), look_back, _ascending(num_rows, device)[1], store)
+
+    device_blocks = put(blocks)
+    after = positions + 1
+    ratios: dict[int, RatioInputs] = {}
+    for ratio in layout.ratios:
+        per_block = layout.tokens_per_block // ratio
+        visible = after // ratio
+        emit = np.flatnonzero(visible * ratio == after)
+        number = visible[emit] - 1
+        place = number // per_block
+        entries = blocks[row_seq[emit], place] * per_block + (number - place * per_block)
+        seen = visible if last_rows is None else visible[last_rows]
+        per_sequence = tuple(seen.tolist())
+        ratios[ratio] = RatioInputs(
+            visible=put(visible),
+            emit_rows=put(emit),
+            emit_entries=put(entries),
+            emit_starts=put(number * ratio),
+            counts=per_sequence,
+            blocks=device_blocks,
+            per_block=per_block,
+            max_visible=max(per_sequence),
+        )
+    engram = layout.engram_tail
+    return ModelInputs(
+        decode=True,
+        num_rows=num_rows,
+        num_sequences=num_sequences,
+        token_ids=put(rows.token_ids),
+        positions=put(positions),
+        row_seq=device_row_seq,
+        cu_rows=tuple(range(num_rows + 1)) if cu_rows is None else tuple(cu_rows.tolist()),
+        window_store=put(row_slots * ring + positions % ring),
+        window_load=put(np.empty(0, dtype=np.int64)),
+        window_slots=put(window_slots),
+        window_runs=None if window_runs is None else put(window_runs),
+        window_save=None,
+        ratios=ratios,
+        tail=history(1, layout.tails[0][1].length) if layout.tails else None,
+        engram=None if engram is None else history(layout.engram_history, engram.length),
+    )
+
+
+def _decode_rows(sequences: Sequence[SequenceRows]) -> DecodeRows:
+    counts = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
+    return DecodeRows(
+        slots=np.array([s.slot for s in sequences], dtype=np.int64),
+        starts=np.array([s.start for s in sequences], dtype=np.int64),
+        counts=None if bool((counts == 1).all()) else counts,
+        token_ids=np.fromiter(
+            chain.from_iterable(s.token_ids for s in sequences), np.int64, int(counts.sum())
+        ),
+        blocks=_block_tables(sequences),
+        held=np.array([len(s.blocks) for s in sequences], dtype=np.int64),
+    )
+
+
+def _putter(device: torch.device | str) -> Callable[[IntArray], Tensor]:
+    """Return what takes an array to a device; on a CPU the tensor shares its memory."""
+    if torch.device(device).type == "cpu":
+        return torch.from_numpy
+    return lambda array: torch.from_numpy(array).to(device)
+
+
+@lru_cache(maxsize=256)
+def _ascending(count: int, device: torch.device | str) -> tuple[IntArray, Tensor]:
+    """Return 0, 1, ... on host and device; both are shared."""
+    found = np.arange(count)
+    return found, _putter(device)(found)
+
+
+@lru_cache(maxsize=256)
+def _look_back_one(num_sequences: int, depth: int, device: torch.device | str) -> Tensor:
+    """Return the `rows` of a History in which every sequence has one row."""
+    row_seq = np.arange(num_sequences)
+    return _putter(device)(_look_back(np.arange(num_sequences + 1), row_seq, depth))
+
+
+@lru_cache(maxsize=8)
+def _turns(window: int, ring: int) -> IntArray:
+    """Return [ring, window]: the places of a window that begins at each place of a ring."""
+    return (np.arange(ring)[:, None] + np.arange(window)) % ring
+
+
+def _look_back(cu_rows: IntArray, row_seq: IntArray, depth: int) -> IntArray:
+    """Return the `rows` of a History."""
+    before = len(cu_rows) - 1
+    offset = np.arange(len(row_seq)) - cu_rows[row_seq]
+    steps = offset[:, None] - np.arange(depth + 1)
+    inside = before * depth + cu_rows[row_seq][:, None] + steps
+    return np.where(steps >= 0, inside, row_seq[:, None] * depth + depth + steps)
+
+
 def _build(
     sequences: Sequence[SequenceRows],
-    decode: bool,
     layout: CacheLayout,
     device: torch.device | str,
     floors: bool,
 ) -> ModelInputs:
-    """Lay out the rows of one half.
+    """Lay out the rows of one half of a prefill step.
 
     floors  hide positions below each sequence's floor from the windows
     """
     counts = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
     slots = np.array([s.slot for s in sequences], dtype=np.int64)
     starts = np.array([s.start for s in sequences], dtype=np.int64)
-    _check(sequences, counts, starts, decode, layout)
+    _check(counts, starts, np.array([len(s.blocks) for s in sequences], dtype=np.int64), layout)
     num_sequences, num_rows = len(sequences), int(counts.sum())
     cu_rows = np.concatenate([[0], np.cumsum(counts)])
     row_seq = np.repeat(np.arange(num_sequences), counts)
@@ -229,34 +396,18 @@ def _build(
     token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in sequences), np.int64, num_rows)
     any_saves = any(s.saves for s in sequences)
 
-    on_cpu = torch.device(device).type == "cpu"
-
-    def put(array: IntArray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if on_cpu else tensor.to(device)
-
+    put = _putter(device)
     window, ring = layout.window, layout.ring_length
     first = np.maximum(positions - window + 1, 0)
-    window_runs, load = None, np.empty(0, dtype=np.int64)
-    if decode:
-        places = (first % ring)[:, None] + np.arange(window)
-        absent = np.arange(window) > (positions - first)[:, None]
-        base = slots[row_seq, None]
-        window_runs = places + base * (2 * ring)
-        window_runs[absent] = -1
-        window_slots = np.where(places < ring, places, places - ring)
-        window_slots += base * ring
-        window_slots[absent] = -1
-    else:
-        held = first[:, None] + np.arange(window)
-        absent = held > positions[:, None]
-        back = starts[:, None] - window + np.arange(window)
-        floor = np.array([s.floor if floors else 0 for s in sequences], dtype=np.int64)
-        absent |= held < floor[row_seq][:, None]
-        load = np.where(back >= floor[:, None], slots[:, None] * ring + back % ring, -1).ravel()
-        into = held - starts[row_seq][:, None]  # below 0: loaded, else a row of this step
-        origin = cu_rows[row_seq] + (row_seq + 1) * window  # of each sequence's first row
-        window_slots = np.where(absent, -1, origin[:, None] + into)
+    held = first[:, None] + np.arange(window)
+    absent = held > positions[:, None]
+    back = starts[:, None] - window + np.arange(window)
+    floor = np.array([s.floor if floors else 0 for s in sequences], dtype=np.int64)
+    absent |= held < floor[row_seq][:, None]
+    load = np.where(back >= floor[:, None], slots[:, None] * ring + back % ring, -1).ravel()
+    into = held - starts[row_seq][:, None]  # below 0: loaded, else a row of this step
+    origin = cu_rows[row_seq] + (row_seq + 1) * window  # of each sequence's first row
+    window_slots = np.where(absent, -1, origin[:, None] + into)
     last = offset >= counts[row_seq] - ring
     store = np.where(last, slots[row_seq] * ring + positions % ring, -1)
 
@@ -264,9 +415,7 @@ def _build(
         """Look `depth` tokens back through a ring of `length`."""
         before = starts[:, None] - depth + np.arange(depth)
         loads = np.where(before >= 0, slots[:, None] * length + before % length, -1).ravel()
-        steps = offset[:, None] - np.arange(depth + 1)
-        inside = num_sequences * depth + cu_rows[row_seq][:, None] + steps
-        rows = np.where(steps >= 0, inside, row_seq[:, None] * depth + depth + steps)
+        rows = _look_back(cu_rows, row_seq, depth)
         kept = np.nonzero(offset >= counts[row_seq] - length)[0]
         target = slots[row_seq[kept]] * length + positions[kept] % length
         if any_saves:
@@ -296,7 +445,7 @@ def _build(
     engram = layout.engram_tail
     saved = _saved(sequences, cu_rows, window, ring) if any_saves else None
     return ModelInputs(
-        decode=decode,
+        decode=False,
         num_rows=num_rows,
         num_sequences=num_sequences,
         token_ids=put(token_ids),
@@ -306,7 +455,7 @@ def _build(
         window_store=put(store),
         window_load=put(load),
         window_slots=put(window_slots),
-        window_runs=None if window_runs is None else put(window_runs),
+        window_runs=None,
         window_save=(put(saved[0]), put(saved[1])) if saved is not None else None,
         ratios=ratios,
         tail=history(1, layout.tails[0][1].length) if layout.tails else None,
@@ -329,34 +478,36 @@ def _saved(
 
 
 def _check(
-    sequences: Sequence[SequenceRows],
-    counts: IntArray,
+    counts: IntArray | None,
     starts: IntArray,
-    decode: bool,
+    held: IntArray,
     layout: CacheLayout,
-) -> None:
-    if not len(sequences) or int(counts.min()) < 1:
+    decode: bool = False,
+) -> IntArray:
+    """Refuse steps that cannot be laid out; return how many blocks each sequence needs."""
+    if not len(starts) or (counts is not None and int(counts.min()) < 1):
         raise ShapeError("a step needs at least one sequence and one row for each")
-    if decode and int(counts.max()) > layout.max_rollback + 1:
+    if decode and counts is not None and int(counts.max()) > layout.max_rollback + 1:
         raise ShapeError(
             f"a decode step of {int(counts.max())} rows needs rings that can step back: the caches "
             f"were laid out for max_rollback {layout.max_rollback}"
         )
-    held = np.array([len(s.blocks) for s in sequences], dtype=np.int64)
-    needed = -(-(starts + counts) // layout.tokens_per_block)
-    short = np.nonzero(held < needed)[0]
+    ends = starts + (1 if counts is None else counts)
+    needed = (ends + (layout.tokens_per_block - 1)) // layout.tokens_per_block
+    short = np.flatnonzero(held < needed)
     if short.size:
         b = short[0]
         raise ShapeError(
-            f"{starts[b] + counts[b]} positions need {needed[b]} blocks of "
-            f"{layout.tokens_per_block}, the block table has {held[b]}"
+            f"{ends[b]} positions need {needed[b]} blocks of {layout.tokens_per_block}, the block "
+            f"table has {held[b]}"
         )
+    return needed
 
 
 def _block_tables(sequences: Sequence[SequenceRows]) -> IntArray:
     """Return the block tables [B, width], padded with 0."""
     widths = np.array([len(s.blocks) for s in sequences], dtype=np.int64)
-    tables = np.zeros((len(sequences), int(widths.max())), dtype=np.int64)
+    tables = np.zeros((len(sequences), int(widths.max(initial=0))), dtype=np.int64)
     flat = np.fromiter(
         chain.from_iterable(s.blocks for s in sequences), np.int64, int(widths.sum())
     )
