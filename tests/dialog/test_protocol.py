@@ -330,7 +330,7 @@ def test_plain_completions() -> None:
     assert [c["text"] for c in body["choices"]][:2] == ["abone", "abtwo"]
     logprobs = body["choices"][0]["logprobs"]
     assert "".join(logprobs["tokens"]) == "one<｜end▁of▁sentence｜>"
-    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+    assert logprobs["text_offset"][:2] == [2, 2 + len(logprobs["tokens"][0])]
     assert body["usage"]["prompt_tokens"] == len(ab) + 2
     found = events(request, *wholes)
     assert found.pop() == (None, "[DONE]")
@@ -371,3 +371,109 @@ def test_plain_shapes() -> None:
     assert plain(response_format={"type": "regex", "regex": "a"}).params[
         0
     ].structured == Structured(regex="a")
+
+
+STRICT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+STRICT["additionalProperties"] = False
+
+
+def test_messages_hold_strict_tools() -> None:
+    tools = [{"name": "f", "input_schema": STRICT, "strict": True}, {"name": "g"}]
+    tools[1]["input_schema"] = STRICT
+    (params,) = chat("messages", tools=tools, thinking=OFF).params
+    assert params.structured is not None and params.structured.trigger != ()
+    (params,) = chat("messages", tools=tools[1:], thinking=OFF).params
+    assert params.structured is None
+
+
+def test_messages_can_require_a_call_of_any_tool() -> None:
+    tools = [{"name": name, "input_schema": STRICT} for name in "fg"]
+    choice = {"type": "any"}
+    request = chat("messages", tools=tools, tool_choice=choice, thinking=OFF)
+    opening = "\n\n<｜DSML｜ calls>\n"
+    assert TOKENIZER.decode(request.prompts[0]).endswith(opening)
+    assert request.prompts[0].count(TOKENIZER.token_id("｜DSML｜")) > 0
+    rest = completion(CALLS.removeprefix(opening))
+    body = request.respond([rest])
+    (block,) = body["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "f", {"a": "x"})
+    assert body["stop_reason"] == "tool_use"
+    assert body["usage"]["output_tokens"] == len(rest.token_ids)
+    names = [name for name, _ in events(request, rest)]
+    assert names[:2] == ["message_start", "content_block_start"]
+    with pytest.raises(ProtocolError, match="without thinking only"):
+        chat("messages", tools=tools, tool_choice=choice)
+
+
+@pytest.mark.parametrize("place", ["output_config", "output_format"])
+def test_messages_have_output_formats(place: str) -> None:
+    form = {"type": "json_schema", "schema": STRICT}
+    body = {place: {"format": form} if place == "output_config" else form}
+    (params,) = chat("messages", thinking=OFF, **body).params
+    assert params.structured == Structured(json=STRICT)
+    (params,) = chat("messages", **body).params
+    assert params.structured is not None and params.structured.trigger == (END_THINK,)
+    with pytest.raises(ProtocolError, match="must be of type json_schema"):
+        chat("messages", output_format={"type": "json"})
+    with pytest.raises(ProtocolError, match="cannot be combined with tools"):
+        chat("messages", tools=[{"name": "f", "input_schema": STRICT}], **body)
+
+
+def test_errors_of_messages_have_their_own_form() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        chat("messages", n=2)
+    error = {"type": "invalid_request_error", "message": caught.value.message}
+    assert json.loads(caught.value.body) == {"type": "error", "error": error}
+    failed = completion("", reason=FinishReason.NUMERICAL, error="it failed")
+    with pytest.raises(ProtocolError) as caught:
+        chat("messages").respond([failed])
+    assert json.loads(caught.value.body)["error"] == {"type": "api_error", "message": "it failed"}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_usage_is_told_in_an_event_of_its_own(path: str, n: int) -> None:
+    told = {"include_usage": True}
+    request = chat(path, prompt="x", n=n, thinking=OFF, stream=True, stream_options=told)
+    answers = [completion("abc", i) for i in range(n)]
+    found = [data for _, data in events(request, *answers)]
+    assert found[-1] == "[DONE]" and found[-2]["choices"] == []
+    assert found[-2]["usage"] == request.respond(answers)["usage"]
+    assert found[-2]["id"] == found[0]["id"]
+    assert all(data["usage"] is None and data["choices"] for data in found[:-2])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "problem"),
+    [
+        ("chat/completions", {"tool_choice": "required"}, "needs tools"),
+        ("messages", {"tool_choice": {"type": "any"}}, "needs tools"),
+        ("chat/completions", {"functions": [TOOL]}, "functions cannot be served"),
+        ("chat/completions", {"repetition_penalty": 1.2}, "leave out, or give 1"),
+        ("responses", {"prompt": {"id": "p"}}, "prompt cannot be served: nothing is stored"),
+        ("responses", {"background": True}, "background cannot be served"),
+        ("completions", {"prompt": 5}, "prompt must be a text"),
+        ("completions", {"prompt": "x", "stream": 1}, "stream must be true or false, not 1"),
+        ("completions", {"prompt": "x", "echo": "x"}, "echo must be true or false"),
+        ("completions", {"prompt": "x", "stream_options": 3}, "stream_options must be an object"),
+    ],
+)
+def test_what_is_not_served_is_refused(path: str, body: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ProtocolError, match=problem):
+        chat(path, **body)
+    neutral = {"repetition_penalty": 1.0, "background": False, "min_p": 0, "functions": None}
+    assert chat(path, **{"prompt": "x", **neutral}).params
+
+
+def test_log_probabilities_hold_the_token_itself() -> None:
+    request = chat("completions", prompt="ab", logprobs=1, echo=True)
+    drawn = completion("cd", logprobs=True)
+    (choice,) = request.respond([drawn])["choices"]
+    told = choice["logprobs"]
+    for top, token in zip(told["top_logprobs"], told["tokens"], strict=True):
+        assert len(top) == 2 and token in top
+    assert told["text_offset"][0] == len("ab")
+    assert choice["text"][told["text_offset"][0] :].startswith(told["tokens"][0])
+    streamed = [data["choices"][0] for _, data in events(request, drawn)[:-1]]
+    offsets = [o for c in streamed for o in c["logprobs"]["text_offset"]]
+    assert offsets == told["text_offset"]

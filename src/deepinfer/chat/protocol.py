@@ -2,14 +2,16 @@
 
 Conversion, rendering and the forms of responses are the companion library's. On our side stand what
 it leaves out: several samples (`n`), `max_completion_tokens`, `logit_bias`, sampling as requested,
-and shapes to enforce. What needs an engine is `dialog/protocol.py`.
+shapes to enforce, and for messages strict tools, a required call and the form of errors. What needs
+an engine is `dialog/protocol.py`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -17,11 +19,20 @@ from types import ModuleType
 from typing import Any, Final
 
 from deepinfer.chat import companion
-from deepinfer.chat.render import Prompt
+from deepinfer.chat.render import CALLS_BEGIN, DSML, Piece, Prompt
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.errors import ProtocolError
 
-__all__ = ["Api", "ProtocolEvent", "ProtocolReply", "ProtocolRequest", "Sampling", "Shape", "parse"]
+__all__ = [
+    "Api",
+    "ProtocolEvent",
+    "ProtocolReply",
+    "ProtocolRequest",
+    "Sampling",
+    "Shape",
+    "errors_of",
+    "parse",
+]
 
 
 class Api(StrEnum):
@@ -84,11 +95,12 @@ class ProtocolEvent:
 class ProtocolRequest:
     """A converted body. Build with `parse`.
 
-    prompt     the rendered conversation
-    sampling   what it says about sampling
-    shape      what it wants enforced, None for nothing
-    streams    whether it asks for events
-    thinks     whether the answer begins with thinking
+    prompt       the rendered conversation
+    sampling     what it says about sampling
+    shape        what it wants enforced, None for nothing
+    streams      whether it asks for events
+    thinks       whether the answer begins with thinking
+    tells_usage  whether events end with one that has no choices and what was used
     """
 
     def __init__(
@@ -112,6 +124,43 @@ class ProtocolRequest:
         constraint = options.output_constraint
         self.shape = None if constraint is None else Shape(constraint.kind, constraint.schema)
         self.sampling = _sampling(body, n, options, parsing.stop_sequences)
+        told = body.get("stream_options")
+        self.tells_usage = (
+            api is Api.CHAT_COMPLETIONS
+            and isinstance(told, Mapping)
+            and told.get("include_usage") is True
+        )
+        self._opening = ""
+        if api is Api.MESSAGES:
+            self._complete_messages(body)
+
+    def _complete_messages(self, body: Mapping[str, Any]) -> None:
+        """Add what the library leaves out of messages. Raises ProtocolError."""
+        if self.shape is not None and self.shape.kind.startswith("tool_call"):
+            strict = {tool.get("name") for tool in body["tools"] if tool.get("strict") is True}
+            tools = json.loads(self.shape.text)
+            for tool in tools:
+                tool["function"]["strict"] = tool["function"]["name"] in strict
+            kind, choice = self.shape.kind, body.get("tool_choice")
+            if isinstance(choice, Mapping) and choice.get("type") == "any":
+                if self.thinks:
+                    raise ProtocolError("tool_choice any goes without thinking only: disable it")
+                kind, self._opening = "tool_call_required", f"{CALLS_BEGIN}\n"
+                parts = self._opening.partition(DSML)
+                opening = [Piece(part, part == DSML) for part in parts]
+                self.prompt = Prompt.join([*self.prompt.pieces, *opening])
+            self.shape = Shape(kind, json.dumps(tools))
+        form = body.get("output_format")
+        if isinstance(body.get("output_config"), Mapping):
+            form = body["output_config"].get("format", form)
+        if form is None:
+            return
+        schema = form.get("schema") if isinstance(form, Mapping) else None
+        if not isinstance(schema, Mapping | bool) or form.get("type") != "json_schema":
+            raise ProtocolError("the output format must be of type json_schema, with a schema")
+        if self.shape is not None:
+            raise ProtocolError("an output format cannot be combined with tools")
+        self.shape = Shape("json", json.dumps(schema))
 
     def resolve_max_tokens(self, prompt_tokens: int, context_tokens: int) -> int:
         """Return the most tokens to generate; raises ProtocolError for too small a context."""
@@ -145,9 +194,10 @@ class ProtocolRequest:
     def numbered(
         self, events: Sequence[ProtocolEvent], index: int, bodies: Sequence[dict[str, Any]] | None
     ) -> list[ProtocolEvent]:
-        """Return the events of one of several samples with its index.
+        """Return the events of one sample with its index.
 
-        bodies  the samples' bodies, for the last events of all: what was used is told once
+        bodies  the samples' bodies, for the last events of all: what was used is told once, in an
+                event of its own where the body asks for it
         """
         found = []
         for place, event in enumerate(events):
@@ -155,9 +205,14 @@ class ProtocolRequest:
             for choice in data.get("choices", ()):
                 choice["index"] = index
             data.pop("usage", None)
+            told = [data]
+            if self.tells_usage:
+                data["usage"] = None
             if bodies and place == len(events) - 1:
-                data["usage"] = _add_usage([body["usage"] for body in bodies])
-            found.append(ProtocolEvent(event.name, json.dumps(data, ensure_ascii=False)))
+                if self.tells_usage:
+                    told.append({**data, "choices": []})
+                told[-1]["usage"] = _add_usage([body["usage"] for body in bodies])
+            found += [ProtocolEvent(event.name, json.dumps(d, ensure_ascii=False)) for d in told]
         return found
 
     def _convert(self, body: dict[str, Any]) -> Any:  # the library's own type
@@ -223,6 +278,7 @@ class ProtocolReply:
         usage = recipe.PromptUsage(prompt_tokens=prompt_tokens, prompt_cache_hit_tokens=num_cached)
         self._begin = recipe.InferenceChunk.ready(prompt_usage=usage)
         self._has_begun = False
+        self._opening = request._opening
 
     @property
     def is_finished(self) -> bool:
@@ -271,7 +327,10 @@ class ProtocolReply:
         if self._has_begun:
             return []
         self._has_begun = True
-        return self._take(self._begin)
+        events = self._take(self._begin)
+        if self._opening:  # the prompt ends with it
+            events += self._take(self._recipe.InferenceChunk.text(self._opening, 0))
+        return events
 
     def _take(self, chunk: object) -> list[ProtocolEvent]:
         events = []
@@ -308,6 +367,19 @@ def parse(api: Api, body: bytes | str | Mapping[str, Any], default_model: str) -
     return ProtocolRequest(api, recipe, prepared, _samples(api, found), model)
 
 
+@contextmanager
+def errors_of(api: Api) -> Iterator[None]:
+    """Give the errors inside the form that a protocol's senders read."""
+    try:
+        yield
+    except ProtocolError as error:
+        if api is not Api.MESSAGES:
+            raise
+        kind = "invalid_request_error" if error.status < 500 else "api_error"
+        body = {"type": "error", "error": {"type": kind, "message": error.message}}
+        raise ProtocolError(error.message, status=error.status, body=json.dumps(body)) from error
+
+
 def _samples(api: Api, body: Mapping[str, Any]) -> int:
     """Return how many samples a body asks for."""
     n = body.get("n")
@@ -320,17 +392,35 @@ def _samples(api: Api, body: Mapping[str, Any]) -> int:
     return n
 
 
+_UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "functions": (),
+    "function_call": (),
+    "audio": (),
+    "background": (False,),
+    "conversation": (),
+}
+"""What would change the answer and is not served, and the values that change nothing."""
+
+
 def _refuse_unserved(body: Mapping[str, Any]) -> None:
     """Raise ProtocolError for what would change the answer and is not served."""
-    named = [
-        name
-        for name in ("presence_penalty", "frequency_penalty")
-        if body.get(name) not in (None, 0)
-    ]
+    given = {name: neutral for name, neutral in _UNSERVED.items() if body.get(name) is not None}
+    named = [name for name, neutral in given.items() if body[name] not in neutral]
     if named:
-        raise ProtocolError(f"{' and '.join(named)} cannot be served: leave out, or give 0")
-    if body.get("previous_response_id") is not None:
-        raise ProtocolError("previous_response_id cannot be served: nothing is stored; give input")
+        values = "".join(f", or give {_UNSERVED[name][0]}" for name in named[:1] if given[name])
+        raise ProtocolError(f"{' and '.join(named)} cannot be served: leave out{values}")
+    stored = body.get("previous_response_id") is not None and "previous_response_id"
+    stored = stored or (isinstance(body.get("prompt"), Mapping) and "prompt")
+    if stored:
+        raise ProtocolError(f"{stored} cannot be served: nothing is stored; give input")
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind in ("required", "any") and not body.get("tools"):
+        raise ProtocolError(f"tool_choice {kind} needs tools, and none is declared")
 
 
 def _sampling(body: Mapping[str, Any], n: int, options: Any, stop: Sequence[str]) -> Sampling:

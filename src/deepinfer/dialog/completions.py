@@ -34,6 +34,7 @@ class CompletionsRequest:
     model: str
     echoes: bool
     num_samples: int
+    tells_usage: bool
     tokenizer: Tokenizer
 
     @classmethod
@@ -56,6 +57,12 @@ class CompletionsRequest:
         unserved = [name for name in _UNSERVED if found.get(name)]
         if unserved:
             raise ProtocolError(f"{', '.join(unserved)} cannot be served: leave out")
+        for name in ("stream", "echo"):
+            if not isinstance(found.get(name), bool | None):
+                raise ProtocolError(f"{name} must be true or false, not {found[name]!r}")
+        told = found.get("stream_options")
+        if not isinstance(told, Mapping | None):
+            raise ProtocolError("stream_options must be an object")
         params = _params(found)
         longest = max(map(len, prompts))
         if longest + params.max_tokens > max_model_len:
@@ -74,6 +81,7 @@ class CompletionsRequest:
             model=model,
             echoes=found.get("echo") is True,
             num_samples=n,
+            tells_usage=told is not None and told.get("include_usage") is True,
             tokenizer=tokenizer,
         )
 
@@ -88,7 +96,7 @@ class CompletionsRequest:
         """Yield events as the engine brings tokens."""
         done: list[Completion] = []
         begun: set[int] = set()
-        ends = [0] * len(self.prompts)  # of the tokens' texts so far
+        ends = [self._start(i) for i in range(len(self.prompts))]  # of the tokens' texts so far
         try:
             for chunk in chunks:
                 last = chunk.completion
@@ -108,11 +116,16 @@ class CompletionsRequest:
                     "logprobs": logprobs,
                     "finish_reason": None if last is None else str(last.finish_reason),
                 }
-                body = self._body([choice])
-                if len(done) == len(self.prompts):
-                    body["usage"] = self._usage(done)
-                yield ProtocolEvent(None, json.dumps(body, ensure_ascii=False))
-                if len(done) == len(self.prompts):
+                bodies = [self._body([choice])]
+                is_over = len(done) == len(self.prompts)
+                if self.tells_usage:
+                    bodies[0]["usage"] = None
+                    bodies += [self._body([])] if is_over else []
+                if is_over:
+                    bodies[-1]["usage"] = self._usage(done)
+                for body in bodies:
+                    yield ProtocolEvent(None, json.dumps(body, ensure_ascii=False))
+                if is_over:
                     break
         finally:
             if isinstance(chunks, Generator):
@@ -133,9 +146,12 @@ class CompletionsRequest:
         return {
             "index": index,
             "text": echo + (completion.text or ""),
-            "logprobs": self._logprobs(completion, 0)[0],
+            "logprobs": self._logprobs(completion, len(echo))[0],
             "finish_reason": str(completion.finish_reason),
         }
+
+    def _start(self, index: int) -> int:
+        return len(self._text_of_prompt(index)) if self.echoes else 0
 
     def _text_of_prompt(self, index: int) -> str:
         return self.tokenizer.decode(self.prompts[index])
@@ -159,12 +175,15 @@ class CompletionsRequest:
         texts = [spell(token_id) for token_id in found.token_ids]
         *offsets, end = accumulate(map(len, texts), initial=start)
         top = found.top_logprobs
-        told = {
+        told: dict[str, Any] = {
             "tokens": texts,
             "token_logprobs": list(found.logprobs),
-            "top_logprobs": None if top is None else [{spell(i): p for i, p in t} for t in top],
+            "top_logprobs": None,
             "text_offset": offsets,
         }
+        if top is not None:  # with the token itself, which may stand behind the likeliest
+            drawn = zip(top, texts, found.logprobs, strict=True)
+            told["top_logprobs"] = [{spell(i): p for i, p in t} | {s: q} for t, s, q in drawn]
         return told, end
 
     def _spell(self, token_id: int) -> str:
@@ -186,8 +205,8 @@ def _read(body: bytes | str | Mapping[str, Any]) -> dict[str, Any]:
 def _prompts(given: object, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the ids of one or several prompts, texts or ids."""
     entries: list[object] = given if isinstance(given, list) else [given]
-    if entries and all(isinstance(e, int) and not isinstance(e, bool) for e in entries):
-        entries = [entries]
+    if isinstance(given, list) and given and all(type(i) is int for i in given):
+        entries = [given]
     found = []
     for entry in entries:
         if isinstance(entry, str) and entry:

@@ -21,7 +21,15 @@ from typing import Any, Final, Protocol
 
 from deepinfer.chat.encode import encode_prompt
 from deepinfer.chat.messages import to_tool
-from deepinfer.chat.protocol import Api, ProtocolEvent, ProtocolReply, ProtocolRequest, Shape, parse
+from deepinfer.chat.protocol import (
+    Api,
+    ProtocolEvent,
+    ProtocolReply,
+    ProtocolRequest,
+    Shape,
+    errors_of,
+    parse,
+)
 from deepinfer.chat.render import DSML, END_THINK
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.dialog.completions import CompletionsRequest
@@ -89,8 +97,10 @@ def convert(
     unique = uuid.uuid4().hex if reply_id is None else reply_id
     if path == "/v1/completions":
         return CompletionsRequest.of(body, tokenizer, max_model_len, default_model, unique)
-    request = parse(Api(path.removeprefix("/v1/")), body, default_model)
-    return ChatRequest.of(request, tokenizer, max_model_len, unique)
+    api = Api(path.removeprefix("/v1/"))
+    with errors_of(api):
+        request = parse(api, body, default_model)
+        return ChatRequest.of(request, tokenizer, max_model_len, unique)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +140,8 @@ class ChatRequest:
         """Return the whole response."""
         bodies = []
         for completion in completions:
-            raise_failure(completion)
+            with errors_of(self.request.api):
+                raise_failure(completion)
             reply = self._reply()
             reply.push(completion.token_ids, _logprobs(completion))
             reply.finish(completion.finish_reason is FinishReason.LENGTH)
@@ -146,7 +157,8 @@ class ChatRequest:
             for chunk in chunks:
                 place, last = chunk.index, chunk.completion
                 if last is not None:
-                    raise_failure(last)
+                    with errors_of(self.request.api):
+                        raise_failure(last)
                 if done[place]:
                     continue
                 reply, events = replies[place], []
@@ -167,8 +179,8 @@ class ChatRequest:
     def _number(
         self, events: list[ProtocolEvent], place: int, is_last: bool, bodies: list[dict[str, Any]]
     ) -> Iterable[ProtocolEvent]:
-        """Give the events of a sample its index; what was used is told once, with the last."""
-        if len(self.prompts) == 1:
+        """Give the events of a sample its index; what was used is told once, at the end."""
+        if len(self.prompts) == 1 and not self.request.tells_usage:
             return events
         return self.request.numbered(events, place, bodies if is_last else None)
 
