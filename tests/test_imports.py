@@ -23,6 +23,8 @@ PURE = [
     "deepinfer.cache.layout",
     "deepinfer.cache.blocks",
     "deepinfer.cache.slots",
+    "deepinfer.parallel.balance",
+    "deepinfer.parallel.migrate",
     "deepinfer.engine.request",
     "deepinfer.engine.sequence",
     "deepinfer.engine.plan",

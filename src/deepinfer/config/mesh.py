@@ -10,13 +10,25 @@ from dataclasses import dataclass
 
 from deepinfer.errors import ConfigError
 
-__all__ = ["Mesh", "split_evenly"]
+__all__ = ["Mesh", "num_slots", "split_evenly"]
 
 
 def split_evenly(count: int, parts: int, part: int) -> range:
     """Return one of `parts` contiguous runs of ceil(count / parts) items; the last may be short."""
     size = -(-count // parts)
     return range(min(part * size, count), min((part + 1) * size, count))
+
+
+def num_slots(num_experts: int, ranks: int, redundant: int = 0) -> int:
+    """Return the physical experts of a layer: at least `redundant` more than logical ones, and a
+    multiple of the ranks.
+    """
+    if num_experts < 1 or ranks < 1 or redundant < 0:
+        raise ConfigError(
+            f"{num_experts} experts with {redundant} copies on {ranks} ranks: experts and ranks "
+            "must be at least 1 and copies not negative"
+        )
+    return -(-(num_experts + redundant) // ranks) * ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,1 @@
+"""Work over several ranks: so far the policy of expert balancing and of moving experts."""
