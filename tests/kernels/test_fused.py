@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from deepinfer.kernels.expert_linear import cases, fused, reference
+from deepinfer.kernels.hyper import cpu as hyper
+from deepinfer.kernels.hyper.reference import sinkhorn
 from deepinfer.kernels.linear import cases as linear_cases
 from deepinfer.kernels.linear import reference as linear
 from deepinfer.kernels.quantize import round_trip
@@ -56,3 +58,19 @@ def test_too_many_rows_or_another_width_do_not_fit() -> None:
     assert fused.fits(torch.zeros(16, 64), down, same)
     assert not fused.fits(torch.zeros(17, 64), down, same)
     assert not fused.fits(torch.zeros(16, 64), down, wider)
+
+
+@pytest.mark.parametrize("by_product", [True, False])
+@pytest.mark.parametrize("num_streams", [1, 2, 4, 6])
+def test_sinkhorn_by_products_and_by_sums(
+    num_streams: int, by_product: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums as products where the library adds in order, else as sums: the definition's bits."""
+    if not by_product:
+        monkeypatch.setattr(hyper, "_sum_matrices", lambda _: None)
+    generator = torch.Generator().manual_seed(seed)
+    for num_rows in (1, 3, 16):
+        raw = 8 * torch.randn(num_rows, num_streams, num_streams, generator=generator)
+        kept = hyper.Sinkhorn(num_rows, num_streams, 20, 1e-6)
+        kept.run(torch.exp(raw - raw.amax(-1, keepdim=True)).numpy())
+        assert torch.equal(torch.from_numpy(kept.result), sinkhorn(raw, 20, 1e-6))
