@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,6 +203,11 @@ def test_states_that_do_not_fit(engine: LLM) -> None:
         engine.snapshot(request)
     with pytest.raises(RequestError, match="State"):
         engine.resume("a file")  # type: ignore[arg-type]
+    wide = {name: part.astype("float32") for name, part in state.parts.items()}
+    with pytest.raises(StateError, match=r"shapes of this model: .*window\.0"):
+        engine.resume(replace(state, parts=wide))
+    with pytest.raises(StateError, match="contradicts itself"):
+        engine.resume(replace(state, num_computed=5000))
     with llm(numerics__mode="noq") as other, pytest.raises(StateError, match="the arithmetic"):
         other.resume(state)
     with llm(replay__mode="mask") as other, pytest.raises(StateError, match="bounded replay"):
@@ -277,7 +284,7 @@ def test_replay_states(tmp_path: Path) -> None:
 
 def test_drafts_change_nothing(without: list[tuple[object, ...]], tmp_path: Path) -> None:
     """Draft keys come along with prefixes and saved requests: the same tokens and drafts."""
-    settings = {"speculation__num_drafts": 3, "speculation__variable": False}
+    settings: dict[str, Any] = {"speculation__num_drafts": 3, "speculation__variable": False}
     with llm(cache__prefix=True, scheduling__chunk_size=50, **settings) as engine:
         first = engine.generate(PROMPTS, PARAMS)
         again = engine.generate(PROMPTS, PARAMS)

@@ -64,7 +64,7 @@ from deepinfer.engine.runner import Runner, host_rows
 from deepinfer.engine.scheduler import Limits, Scheduler
 from deepinfer.engine.shapes import Shapes, fill_matchers
 from deepinfer.engine.sizing import Sizes
-from deepinfer.engine.snapshot import ResumedGate, State, fingerprint, mismatches
+from deepinfer.engine.snapshot import ResumedGate, State, contradictions, fingerprint, mismatches
 from deepinfer.engine.state import SlotState
 from deepinfer.engine.stats import EngineStats
 from deepinfer.engine.text import TextStream
@@ -544,10 +544,17 @@ class LLM:
         problems = mismatches(state.fingerprint, self.fingerprint)
         if problems:
             raise StateError("the state does not belong to this engine", problems)
+        problems = contradictions(state, self.model_config.vocab_size)
+        if problems:
+            raise StateError("the state contradicts itself", problems)
         shapes = live_shapes(self._layout, state.num_computed) if state.num_computed else {}
-        found = {name: tuple(part.shape) for name, part in state.parts.items()}
-        if found != {name: shape for name, (_, shape) in shapes.items()}:
-            raise StateError("the state's caches do not have the shapes of this model")
+        found = {name: (str(part.dtype), part.shape) for name, part in state.parts.items()}
+        fitting = {n: (str(kind).split(".")[-1], shape) for n, (kind, shape) in shapes.items()}
+        if found != fitting:
+            wrong = sorted(n for n in found.keys() | fitting if found.get(n) != fitting.get(n))
+            raise StateError(
+                f"the state's caches have not the shapes of this model: {', '.join(wrong)}"
+            )
         if state.num_tokens > self.max_model_len:
             raise RequestError(
                 f"the state has {state.num_tokens} tokens, the limit here is {self.max_model_len}: "
@@ -559,9 +566,11 @@ class LLM:
     @cached_property
     def fingerprint(self) -> Mapping[str, str]:
         """What two engines must have in common to go on with each other's requests."""
+        tokenizer = self.path / "tokenizer.json"
         return fingerprint(
             self.config,
             self.model_config,
+            tokenizer=tokenizer.read_bytes() if tokenizer.is_file() else b"",
             weights=weights_digest(Checkpoint.open(self.path)),
             numerics=str(resolve_numerics(self.config.numerics, self.device.torch_device)),
             keep_tokens=keep_tokens(self.config, self.model_config),
@@ -668,7 +677,9 @@ class LLM:
         text = None
         shape = self._shapes.resolve(params)
         if self.tokenizer is not None and (params.stop_strings or streams or shape is not None):
-            text = TextStream(self.tokenizer.stream(), params.stop_strings, params.min_tokens)
+            text = TextStream(
+                self.tokenizer.stream(), params.stop_strings, params.min_tokens, params.stop_after
+            )
             for token_id in () if state is None else state.token_ids:
                 text.push(token_id)
         if not streams:

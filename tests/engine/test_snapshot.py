@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from safetensors.numpy import save_file
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_model_config, resolve_model
 from deepinfer.engine.request import SamplingParams
-from deepinfer.engine.snapshot import State, fingerprint, mismatches
+from deepinfer.engine.snapshot import State, contradictions, fingerprint, mismatches
 from deepinfer.errors import RequestError, StateError
 from deepinfer.grammar.spec import Structured
 
@@ -151,18 +152,44 @@ def test_files_that_are_no_states(tmp_path: Path) -> None:
 def test_what_differs_is_told() -> None:
     model = load_model_config(resolve_model("demo"))
     config = EngineConfig()
-    mine = fingerprint(config, model, weights="aa", numerics="bf16", keep_tokens=None)
-    same = fingerprint(config, model, weights="aa", numerics="bf16", keep_tokens=None)
-    assert mismatches(mine, same) == []
-    other = fingerprint(config, model, weights="bb", numerics="fp8", keep_tokens=70)
-    told = mismatches(mine, other)
-    assert len(told) == 3
+    given: dict[str, Any] = {
+        "weights": "aa", "tokenizer": b"{}", "numerics": "bf16", "keep_tokens": None
+    }  # fmt: skip
+    mine = fingerprint(config, model, **given)
+    assert mismatches(mine, fingerprint(config, model, **given)) == []
+    changed: dict[str, Any] = {
+        "weights": "bb", "tokenizer": b"", "numerics": "fp8", "keep_tokens": 70
+    }  # fmt: skip
+    banning = EngineConfig.from_dotted({"sampling.banned_token_ids": (4, 3)})
+    told = mismatches(mine, fingerprint(banning, model, **changed))
     assert [t.split(":")[0] for t in told] == [
+        "sampling.banned_token_ids",
         "the arithmetic (numerics.*, device)",
         "bounded replay (replay.*)",
+        "tokenizer.json",
         "the weights",
     ]
-    assert "'aa'" in told[2] and "'bb'" in told[2]
+    assert "'aa'" in told[4] and "'bb'" in told[4] and "'none'" in told[3] and "[3, 4]" in told[0]
     golden = load_model_config(resolve_model("golden"))
-    changed = fingerprint(config, golden, weights="aa", numerics="bf16", keep_tokens=None)
-    assert [t.split(":")[0] for t in mismatches(mine, changed)] == ["the model config"]
+    other = fingerprint(config, golden, **given)
+    assert [t.split(":")[0] for t in mismatches(mine, other)] == ["the model config"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, []),
+        ({"num_computed": 0}, []),
+        ({"token_ids": (8, -1)}, ["token_ids hold -1"]),
+        ({"token_ids": (8, 100)}, ["token_ids hold 100, outside the vocabulary 0..99"]),
+        ({"num_computed": 5}, ["num_computed is 5"]),
+        ({"num_computed": -1}, ["num_computed is -1"]),
+        ({"logprobs": (-0.1,)}, ["logprobs has 1 entries for 2"]),
+        ({"params": SamplingParams(max_tokens=2)}, ["max_tokens 2 ended the request"]),
+        ({"token_ids": (), "num_computed": 9}, ["num_computed", "logprobs", "top_logprobs"]),
+    ],
+)
+def test_contradictions(values: dict[str, object], expected: list[str]) -> None:
+    told = contradictions(state(**values), 100)
+    assert len(told) == len(expected)
+    assert all(part in line for part, line in zip(expected, told, strict=True))

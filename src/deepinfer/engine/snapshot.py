@@ -28,14 +28,16 @@ from deepinfer.engine.request import SamplingParams
 from deepinfer.errors import DeepInferError, RequestError, StateError
 from deepinfer.grammar.spec import Structured
 
-__all__ = ["ResumedGate", "State", "fingerprint", "mismatches"]
+__all__ = ["ResumedGate", "State", "contradictions", "fingerprint", "mismatches"]
 
 _FORMAT: Final = "deepinfer-state-1"
 _TELLS: Final[Mapping[str, str]] = {
     "weights": "the weights",
+    "tokenizer": "tokenizer.json",
     "config": "the model config",
     "numerics": "the arithmetic (numerics.*, device)",
     "replay": "bounded replay (replay.*)",
+    "banned": "sampling.banned_token_ids",
 }
 _Array = NDArray[np.generic]
 
@@ -45,20 +47,24 @@ def fingerprint(
     model: ModelConfig,
     *,
     weights: str,
+    tokenizer: bytes,
     numerics: str,
     keep_tokens: int | None,
 ) -> dict[str, str]:
     """Return what must be equal for a state to be continued.
 
-    weights   digest of the checkpoint
-    numerics  the resolved arithmetic, spelled out
+    weights    digest of the checkpoint
+    tokenizer  contents of its tokenizer.json, empty without; Engram's ids derive from it
+    numerics   the resolved arithmetic, spelled out
     """
     text = json.dumps(model.to_dict(), sort_keys=True)
     return {
         "weights": weights,
+        "tokenizer": hashlib.blake2b(tokenizer, digest_size=8).hexdigest() if tokenizer else "none",
         "config": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
         "numerics": f"{config.numerics.mode}, {numerics}",
         "replay": "off" if keep_tokens is None else f"the last {keep_tokens} tokens",
+        "banned": str(sorted(set(config.sampling.banned_token_ids))),
     }
 
 
@@ -70,6 +76,29 @@ def mismatches(found: Mapping[str, str], expected: Mapping[str, str]) -> list[st
         for name in sorted(found.keys() | expected)
         if found.get(name) != expected.get(name)
     ]
+
+
+def contradictions(state: State, vocab_size: int) -> list[str]:
+    """Say what of a state no running request can have: one that was put together by hand."""
+    told = []
+    outside = [i for i in state.token_ids if not 0 <= i < vocab_size]
+    if outside:
+        told.append(f"token_ids hold {outside[0]}, outside the vocabulary 0..{vocab_size - 1}")
+    if len(state.token_ids) >= state.params.max_tokens:
+        told.append(
+            f"token_ids hold {len(state.token_ids)} tokens, max_tokens {state.params.max_tokens} "
+            "ended the request"
+        )
+    if state.num_computed and not 0 < state.num_computed < state.num_tokens:
+        told.append(
+            f"num_computed is {state.num_computed}, expected less than its {state.num_tokens} "
+            "tokens: the last one is always fed"
+        )
+    for name in ("logprobs", "top_logprobs"):
+        values = getattr(state, name)
+        if values is not None and len(values) != len(state.token_ids):
+            told.append(f"{name} has {len(values)} entries for {len(state.token_ids)} token_ids")
+    return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
