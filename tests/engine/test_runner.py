@@ -25,6 +25,7 @@ from deepinfer.engine.plan import (
 from deepinfer.engine.request import SamplingParams
 from deepinfer.engine.runner import Runner
 from deepinfer.engine.state import SlotState
+from deepinfer.model.fast.inputs import DecodeRows, SequenceRows
 from deepinfer.sampling.sampler import Sampler
 
 VOCAB = 20
@@ -60,7 +61,13 @@ def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     def build(sequences: Sequence[Any], decode: bool, layout: Any, device: Any, replay: str) -> Any:
         return list(sequences), decode
 
+    def build_decode(rows: DecodeRows, layout: Any, device: Any) -> Any:
+        assert rows.counts is None
+        parts = zip(rows.slots, rows.starts, rows.token_ids, rows.blocks, strict=True)
+        return [SequenceRows(int(s), int(p), [int(t)], b.tolist()) for s, p, t, b in parts], True
+
     monkeypatch.setattr(batch_module, "build_inputs", build)
+    monkeypatch.setattr(batch_module, "decode_inputs", build_decode)
     monkeypatch.setattr(runner_module, "build_inputs", build)
     return FakeModel()
 
@@ -181,5 +188,5 @@ def test_a_bad_row_is_explained_and_the_others_go_on(model: FakeModel) -> None:
     for bad in (results[0], results[2]):
         assert "layer 5" in (bad.error or "") and "layers.5.ffn.gate.weight" in (bad.error or "")
     assert model.diagnosed == [[2, 6]], "one row explains the step"
-    run(runner, StepPlan(1, StepKind.DECODE, (row(4, 0, [8]),), (admit(4, 1),)))
+    run(runner, StepPlan(1, StepKind.PREFILL, (row(4, 0, [8]),), (admit(4, 1),)))
     assert asked == 1

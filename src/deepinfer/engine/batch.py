@@ -1,8 +1,14 @@
-"""From a StepPlan and the slots' state to device tensors."""
+"""From a StepPlan and the slots' state to device tensors.
+
+Decode steps are laid out from arrays: what a row names (slot, block table) is kept from step to
+step, what changes with every step is read from the state of all slots at once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,12 +16,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.cache.layout import CacheLayout
-from deepinfer.engine.plan import RowPlan, StepKind, StepPlan
+from deepinfer.engine.plan import FROM_SLOT, RowPlan, StepKind, StepPlan
 from deepinfer.engine.state import SlotState
-from deepinfer.model.fast.inputs import ModelInputs, ReplayMode, SequenceRows, build_inputs
+from deepinfer.model.fast.inputs import (
+    DecodeRows,
+    ModelInputs,
+    ReplayMode,
+    SequenceRows,
+    build_inputs,
+    decode_inputs,
+)
 from deepinfer.sampling.speculative import Windows, split_budget
 
-__all__ = ["Batch", "build_batch", "sequence_rows"]
+__all__ = ["Batch", "BatchBuilder"]
+
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +38,7 @@ class Batch:
     """One step on the device.
 
     rows         the plan's rows that run, in plan order: those of ended sequences are left out
-    sequences    what of each sequence runs
+    running      what of each sequence runs
     inputs       what the model runs on, None when nothing does
     sampling     indices into `rows` of the L rows that draw
     windows      their last committed tokens and verified drafts, T flat rows in all
@@ -38,7 +53,7 @@ class Batch:
     """
 
     rows: tuple[RowPlan, ...]
-    sequences: tuple[SequenceRows, ...]
+    running: Sequence[SequenceRows] | DecodeRows
     inputs: ModelInputs | None
     sampling: tuple[int, ...]
     windows: Windows
@@ -50,153 +65,207 @@ class Batch:
     row_slots: list[int]
     positions: list[int]
 
+    def sequence(self, place: int) -> SequenceRows:
+        """Return what runs of a row."""
+        if not isinstance(self.running, DecodeRows):
+            return self.running[place]
+        rows, begin, count = self.running, place, 1
+        if rows.counts is not None:
+            begin, count = int(rows.counts[:place].sum()), int(rows.counts[place])
+        return SequenceRows(
+            slot=int(rows.slots[place]),
+            start=int(rows.starts[place]),
+            token_ids=rows.token_ids[begin : begin + count].tolist(),
+            blocks=self.rows[place].blocks,
+        )
 
-def sequence_rows(
-    plan: StepPlan, state: SlotState, tokens_per_block: int
-) -> list[SequenceRows | None]:
-    """Say what each row runs: the tokens it names, or the last one of its slot and its drafts; None
-    when ended.
+
+class BatchBuilder:
+    """Turns plans into batches. Keeps the block tables of decoding sequences as one array, in which
+    a step changes the rows that its plan changes.
     """
-    rows = plan.rows
-    device = state.length.device
-    slots = torch.tensor([row.slot for row in rows], dtype=torch.int64, device=device)
-    alive = state.alive[slots].tolist()
-    length = state.length[slots]
-    starts = (length - 1).tolist()
-    last = state.last_token[slots].tolist()
-    drafts: list[list[int]] = []
-    if state.drafts.shape[1] and plan.kind is StepKind.DECODE:
-        asked = torch.tensor([row.num_drafts for row in rows], dtype=torch.int64, device=device)
+
+    def __init__(
+        self, layout: CacheLayout, device: torch.device, replay: ReplayMode = "off"
+    ) -> None:
+        self._layout = layout
+        self._device = device
+        self._replay: ReplayMode = replay
+        self._tables: dict[int, RowPlan] = {}  # slot -> the row whose table it has
+        self._blocks = np.zeros((1, 1), dtype=np.int64)  # [slots, width]
+        self._held = np.zeros(1, dtype=np.int64)
+        self._asked = np.zeros(1, dtype=np.int64)
+        self._rows: tuple[RowPlan, ...] = ()
+        self._slots = np.zeros(0, dtype=np.int64)
+
+    def build(self, plan: StepPlan, state: SlotState) -> Batch:
+        """Return what the model runs on, and which rows to sample at which positions.
+
+        Rows whose sequence has ended on the device are left out.
+        """
+        if plan.kind is StepKind.DECODE:
+            return self._decode(plan, state)
+        return self._prefill(plan, state)
+
+    def _prefill(self, plan: StepPlan, state: SlotState) -> Batch:
+        device = self._device
+        alive = _host(state.alive)
+        drawn: list[int] = []
+        rows: list[RowPlan] = []
+        sequences: list[SequenceRows] = []
+        sampling: list[int] = []
+        first: list[int] = []
+        scoring: list[int] = []
+        scored: list[int] = []
+        row_slots: list[int] = []
+        positions: list[int] = []
+        end = 0
+        for row in plan.rows:
+            if not alive[row.slot]:
+                continue
+            num_tokens = len(row.token_ids)
+            if row.scored_ids:
+                scoring.append(len(rows))
+                scored += range(end, end + len(row.scored_ids))
+            end += num_tokens
+            if row.samples:
+                sampling.append(len(rows))
+                first.append(len(drawn))
+                drawn.append(end - 1)
+                row_slots.append(row.slot)
+                positions.append(row.start + num_tokens)
+            # The plan's table covers what the sequence may reach, the model wants what it has.
+            held = -(-(row.start + num_tokens) // self._layout.tokens_per_block)
+            sequences.append(
+                SequenceRows(
+                    row.slot, row.start, row.token_ids, row.blocks[:held], row.floor, row.saves
+                )
+            )
+            rows.append(row)
+
+        def put(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        slots = put(row_slots)
+        inputs = None
+        if sequences:
+            inputs = build_inputs(sequences, False, self._layout, device, self._replay)
+        return Batch(
+            rows=tuple(rows),
+            running=sequences,
+            inputs=inputs,
+            sampling=tuple(sampling),
+            windows=Windows(put(first), state.drafts[slots], torch.zeros_like(slots)),
+            proposed=(0,) * len(sampling),
+            scoring=tuple(scoring),
+            logits_rows=put(drawn + scored),
+            slots=slots,
+            first=first,
+            row_slots=row_slots,
+            positions=positions,
+        )
+
+    def _decode(self, plan: StepPlan, state: SlotState) -> Batch:
+        """Lay out a step in which every row continues from its slot and draws behind each token."""
+        rows, slots = plan.rows, self._slots_of(plan.rows)
+        alive = _host(state.alive)[slots]
+        if not alive.all():
+            kept = np.flatnonzero(alive)
+            rows, slots = tuple(rows[idx] for idx in kept.tolist()), slots[kept]
+        num = len(rows)
+        lengths = _host(state.length)[slots]
+        starts, token_ids = lengths - 1, _host(state.last_token)[slots]
+        counts = None
+        flat = first = np.arange(num)
+        drafted, row_slots, positions = np.zeros_like(slots), slots, lengths
+        device_slots = self._put(slots)
+        if state.drafts.shape[1] and num:
+            drafted = self._drafted(plan, state, device_slots, slots)
+        if drafted.any():
+            counts = drafted + 1
+            ends = np.cumsum(counts)
+            first, flat = ends - counts, np.arange(ends[-1])
+            drafts = _host(state.drafts)[slots]
+            last, token_ids = token_ids, np.empty_like(flat)
+            is_draft = np.ones(len(flat), dtype=np.bool_)
+            is_draft[first] = False
+            token_ids[first] = last
+            token_ids[is_draft] = drafts[np.arange(drafts.shape[1]) < drafted[:, None]]
+            row_slots = np.repeat(slots, counts)
+            positions = np.repeat(lengths - first, counts) + flat
+        # The plan's tables cover what a sequence may reach, the model wants what it has.
+        width = -(-int((starts + drafted).max(initial=-1) + 1) // self._layout.tokens_per_block)
+        running = DecodeRows(
+            slots, starts, counts, token_ids, self._blocks[slots, :width], self._held[slots]
+        )
+        proposed = (0,) * num
+        if state.drafts.shape[1]:
+            proposed = tuple(_host(state.num_drafts)[slots].tolist())
+        return Batch(
+            rows=rows,
+            running=running,
+            inputs=decode_inputs(running, self._layout, self._device) if num else None,
+            sampling=tuple(range(num)),
+            windows=Windows(self._put(first), state.drafts[device_slots], self._put(drafted)),
+            proposed=proposed,
+            scoring=(),
+            logits_rows=self._put(flat),
+            slots=device_slots,
+            first=first.tolist(),
+            row_slots=row_slots.tolist(),
+            positions=positions.tolist(),
+        )
+
+    def _drafted(
+        self, plan: StepPlan, state: SlotState, device_slots: Tensor, slots: IntArray
+    ) -> IntArray:
+        """Return how many drafts each sequence verifies."""
+        asked = self._put(self._asked[slots])
         # The last token of the limit is never fed, and the row before it draws it.
-        room = state.limit[slots] - length - 1
-        valid = torch.minimum(torch.minimum(asked, state.num_drafts[slots]), room)
-        valid = torch.where(state.alive[slots], valid, 0).clamp_(min=0)
+        room = state.limit[device_slots] - state.length[device_slots] - 1
+        valid = torch.minimum(torch.minimum(asked, state.num_drafts[device_slots]), room)
+        valid = valid.clamp_(min=0)
         if plan.draft_budget is not None:
             budget = torch.tensor(plan.draft_budget)
-            valid = split_budget(state.confidences[slots], valid, budget)
-        counts = valid.tolist()
-        drafts = [
-            own[:count] for own, count in zip(state.drafts[slots].tolist(), counts, strict=True)
-        ]
-    if plan.kind is StepKind.DECODE and not drafts:
-        return [
-            SequenceRows(row.slot, start, (token_id,), row.blocks[: start // tokens_per_block + 1])
-            if runs
-            else None
-            for row, runs, start, token_id in zip(rows, alive, starts, last, strict=True)
-        ]
-    found: list[SequenceRows | None] = []
-    for idx, row in enumerate(rows):
-        if not alive[idx]:
-            found.append(None)
-            continue
-        start, token_ids = row.start, row.token_ids
-        if row.from_slot:
-            start, token_ids = starts[idx], (last[idx], *(drafts[idx] if drafts else ()))
-        # The plan's table covers what the sequence may reach, the model wants what it has.
-        held = -(-(start + len(token_ids)) // tokens_per_block)
-        blocks = row.blocks[:held]
-        found.append(SequenceRows(row.slot, start, token_ids, blocks, row.floor, row.saves))
-    return found
+            valid = split_budget(state.confidences[device_slots], valid, budget)
+        return _host(valid)
 
+    def _slots_of(self, rows: tuple[RowPlan, ...]) -> IntArray:
+        """Return the rows' slots, after taking over the tables of those that are new."""
+        if rows == self._rows:  # identical rows compare fast
+            return self._slots
+        slots = [row.slot for row in rows]
+        tables = self._tables
+        for slot, row in zip(slots, rows, strict=True):
+            before = tables.get(slot)
+            if before is row:
+                continue
+            assert row.start == FROM_SLOT, "a row of a decode step continues from its slot"
+            tables[slot] = row
+            if before is None or before.blocks is not row.blocks:
+                self._take(slot, row.blocks)
+            self._asked[slot] = row.num_drafts
+        self._rows, self._slots = rows, np.array(slots, dtype=np.int64)
+        return self._slots
 
-def build_batch(
-    plan: StepPlan,
-    state: SlotState,
-    layout: CacheLayout,
-    device: torch.device,
-    replay: ReplayMode = "off",
-) -> Batch:
-    """Turn a plan into model inputs, and say which rows to sample at which positions."""
-    found = sequence_rows(plan, state, layout.tokens_per_block)
-    if plan.kind is StepKind.DECODE:
-        return _decode_batch(plan, found, state, layout, device)
-    drawn: list[int] = []
-    rows: list[RowPlan] = []
-    sequences: list[SequenceRows] = []
-    sampling: list[int] = []
-    first: list[int] = []
-    scoring: list[int] = []
-    scored: list[int] = []
-    row_slots: list[int] = []
-    positions: list[int] = []
-    end = 0
-    for row, sequence in zip(plan.rows, found, strict=True):
-        if sequence is None:
-            continue
-        if row.scored_ids:
-            scoring.append(len(rows))
-            scored += range(end, end + len(row.scored_ids))
-        num_tokens = len(sequence.token_ids)
-        end += num_tokens
-        if row.samples:
-            sampling.append(len(rows))
-            first.append(len(drawn))
-            drawn.append(end - 1)
-            row_slots.append(row.slot)
-            positions.append(sequence.start + num_tokens)
-        rows.append(row)
-        sequences.append(sequence)
+    def _take(self, slot: int, table: Sequence[int]) -> None:
+        num_slots, width = self._blocks.shape
+        held = len(table)
+        if slot >= num_slots or held > width:
+            more = max(slot + 1, num_slots), max(2 * width if held > width else width, held)
+            blocks = np.zeros(more, dtype=np.int64)
+            blocks[:num_slots, :width] = self._blocks
+            self._blocks = blocks
+            self._held = np.pad(self._held, (0, more[0] - num_slots))
+            self._asked = np.pad(self._asked, (0, more[0] - num_slots))
+        self._blocks[slot, :held] = table
+        self._held[slot] = held
 
-    def put(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    slots = put(row_slots)
-    return Batch(
-        rows=tuple(rows),
-        sequences=tuple(sequences),
-        inputs=build_inputs(sequences, False, layout, device, replay) if sequences else None,
-        sampling=tuple(sampling),
-        windows=Windows(put(first), state.drafts[slots], torch.zeros_like(slots)),
-        proposed=(0,) * len(sampling),
-        scoring=tuple(scoring),
-        logits_rows=put(drawn + scored),
-        slots=slots,
-        first=first,
-        row_slots=row_slots,
-        positions=positions,
-    )
-
-
-def _decode_batch(
-    plan: StepPlan,
-    found: list[SequenceRows | None],
-    state: SlotState,
-    layout: CacheLayout,
-    device: torch.device,
-) -> Batch:
-    """Lay out a step in which every row continues from its slot and draws behind each token."""
-    sequences = [sequence for sequence in found if sequence is not None]
-    rows = plan.rows
-    if len(sequences) < len(rows):
-        rows = tuple(row for row, runs in zip(rows, found, strict=True) if runs is not None)
-    slots = np.array([s.slot for s in sequences], dtype=np.int64)
-    positions = np.array([s.start for s in sequences], dtype=np.int64)
-    flat = first = np.arange(len(sequences))
-    row_slots, drafted = slots, np.zeros_like(slots)
-    if state.drafts.shape[1]:
-        drafted = np.array([len(s.token_ids) - 1 for s in sequences], dtype=np.int64)
-        first = np.cumsum(drafted + 1) - drafted - 1
-        flat = np.arange(len(sequences) + int(drafted.sum()))
-        positions = np.repeat(positions - first, drafted + 1) + flat
-        row_slots = np.repeat(slots, drafted + 1)
-
-    def put(values: NDArray[np.int64]) -> Tensor:
+    def _put(self, values: IntArray) -> Tensor:
         tensor = torch.from_numpy(values)
-        return tensor if device.type == "cpu" else tensor.to(device)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
-    device_slots = put(slots)
-    return Batch(
-        rows=rows,
-        sequences=tuple(sequences),
-        inputs=build_inputs(sequences, True, layout, device, "off") if sequences else None,
-        sampling=tuple(range(len(sequences))),
-        windows=Windows(put(first), state.drafts[device_slots], put(drafted)),
-        proposed=tuple(state.num_drafts[device_slots].tolist()),
-        scoring=(),
-        logits_rows=put(flat),
-        slots=device_slots,
-        first=first.tolist(),
-        row_slots=row_slots.tolist(),
-        positions=(positions + 1).tolist(),
-    )
+
+def _host(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor as an array, which on a CPU shares its memory."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor.cpu().numpy()

@@ -18,7 +18,7 @@ from torch import Tensor
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.live import copy_slot, read_live, write_live
 from deepinfer.cache.tensors import Caches
-from deepinfer.engine.batch import Batch, build_batch
+from deepinfer.engine.batch import Batch, BatchBuilder
 from deepinfer.engine.drafting import Drafter
 from deepinfer.engine.plan import Admission, Masks, RowResult, StepKind, StepPlan, StepResult
 from deepinfer.engine.state import SlotState
@@ -90,6 +90,7 @@ class Runner:
         self.state = state
         self.device = device
         self.drafter = drafter
+        self._batches = BatchBuilder(layout, device, replay)
         self._history: dict[int, list[int]] = {}  # tokens of the slots with logits processors
         self._find_bad_weight = find_bad_weight
         self._bad_weight: tuple[str | None] | None = None
@@ -103,7 +104,7 @@ class Runner:
             self._admit(admission)
         with torch.inference_mode():
             self._prepare_caches(plan)
-            batch = build_batch(plan, self.state, self.layout, self.device, self.replay)
+            batch = self._batches.build(plan, self.state)
             if batch.inputs is None:
                 return StepResult(plan.step_id, _nothing_drawn(plan))
             logits = self.model.forward(batch.inputs, self.caches, batch.logits_rows)
@@ -149,7 +150,7 @@ class Runner:
         history = self._history[batch.row_slots[row]]
         at = bisect.bisect_right(batch.first, row) - 1
         place = row - batch.first[at]
-        return history + list(batch.sequences[batch.sampling[at]].token_ids[1 : 1 + place])
+        return history + list(batch.sequence(batch.sampling[at]).token_ids[1 : 1 + place])
 
     def _prepare_caches(self, plan: StepPlan) -> None:
         """Fill slots and blocks from checkpoints and saved requests; begin new checkpoints."""
@@ -241,7 +242,7 @@ class Runner:
             slot = row.slot
             if bad[idx]:
                 if explained is None:
-                    explained = self.explain(batch.sequences[place], plan.kind)
+                    explained = self.explain(batch.sequence(place), plan.kind)
                 drawn[slot] = RowResult(row.request_id, (), error=explained)
                 continue
             count = counts[idx] + 1
