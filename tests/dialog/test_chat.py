@@ -208,3 +208,34 @@ def test_with_the_demo_checkpoint() -> None:
         assert last is not None and last.answer == one.answer
         (long,) = llm.chat([{"role": "user", "content": "long " * 5000}], params)
         assert long.finish_reason == "prompt_length_exceeded" and long.error
+
+
+@pytest.mark.parametrize(
+    ("thinking", "given", "expected"),
+    [(True, "", "</think>"), (False, "", ""), (True, "x", "x")],
+)
+def test_stop_texts_end_the_answer_and_not_the_thinking(
+    thinking: bool, given: str, expected: str
+) -> None:
+    params = SamplingParams(stop="a", stop_after=given)
+    (turn,) = make_turns([USER], params, ChatOptions(thinking=thinking), TOKENIZER, 2048)
+    assert not isinstance(turn, ChatCompletion) and turn.params.stop_after == expected
+    (turn,) = make_turns([USER], SamplingParams(), ChatOptions(), TOKENIZER, 2048)
+    assert not isinstance(turn, ChatCompletion) and turn.params.stop_after == ""
+
+
+def test_the_engine_ends_an_answer_at_its_stop_text_behind_the_thinking() -> None:
+    said = TOKENIZER.encode("a STOP b</think>c STOP d and on and on")[1:]
+    with LLM("demo") as llm:
+        params = SamplingParams(
+            max_tokens=len(said), forced_token_ids=said, stop="STOP", temperature=0
+        )
+        (result,) = llm.chat([USER], params)
+        deltas = list(llm.stream_chat([USER], params))
+    assert (result.answer.reasoning, result.content) == ("a STOP b", "c ")
+    assert result.finish_reason == "stop"
+    assert len(result.completion.token_ids) < len(said)
+    last = deltas[-1].result
+    assert last is not None and last.answer == result.answer
+    events = [event for delta in deltas for event in delta.events]
+    assert "".join(e.text for e in events if isinstance(e, Content)) == "c "

@@ -115,7 +115,8 @@ def test_parameters() -> None:
     assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.3, 0.5, 7, 5)
     assert (params.max_tokens, params.stop, params.logit_bias) == (9, ("z",), {5: 1.5})
     (params,) = chat(stop="z").params
-    assert (params.temperature, params.top_p, params.stop) == (1.0, 1.0, ())
+    assert (params.temperature, params.top_p, params.stop) == (1.0, 1.0, ("z",))
+    assert params.stop_after == "</think>"
     assert params.max_tokens == 2048 - len(chat().prompts[0])
     assert chat(max_tokens=7).params[0].max_tokens == 7
 

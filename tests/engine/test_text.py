@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,6 +76,29 @@ def test_min_tokens_delays_stop_strings() -> None:
     assert run(["a", "X", "b", "X", "c"], ["X"], min_tokens=2)[:2] == ("a", 2)
     assert run(["a", "XY", "Z"], ["YZ"], min_tokens=3)[:2] == ("aX", 3)
     assert run(["a", "X", "Xb"], ["X"], min_tokens=3)[:2] == ("aX", 3)
+
+
+@given(
+    before=st.text("ab<", max_size=6),
+    behind=st.text("ab<", max_size=6),
+    cuts=st.lists(st.integers(0, 16), max_size=4),
+)
+def test_stops_count_behind_a_text_only(before: str, behind: str, cuts: list[int]) -> None:
+    text = f"{before}<a>{behind}"
+    edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    pieces = [text[i:j] for i, j in pairwise(edges)]
+    head = text.index("<a>") + 3
+    stream = TextStream(Pieces(pieces, ""), ["b", "a<"], after="<a>")
+    for token_id in range(len(pieces)):
+        if stream.push(token_id):
+            break
+    assert stream.finish() == text[:head] + naive(text[head:], ["b", "a<"])
+
+
+def test_stops_do_not_count_without_the_text_before() -> None:
+    stream = TextStream(Pieces(["a", "X", "<", "e", "X"], ""), ["X"], after="<end>")
+    assert [stream.push(i) for i in range(5)] == [False] * 5
+    assert stream.take() == "aX<eX"  # nothing is held back meanwhile
 
 
 def test_stop_completed_by_the_last_held_bytes() -> None:

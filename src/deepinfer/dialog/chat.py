@@ -267,6 +267,9 @@ def make_turn(
     if params is None:
         limit = default_max_tokens(conversation.thinking, conversation.effort)
         params = SamplingParams(max_tokens=max(1, min(limit, max_model_len - len(ids))))
+    thinks = parser_for(conversation, prompt).is_thinking
+    if thinks and params.stop and not params.stop_after:  # stops end the answer, not the thinking
+        params = replace(params, stop_after=END_THINK)
     structured = shape_of(conversation, options.structured)
     calls = tool_shape(
         conversation.shown_tools,
@@ -280,7 +283,7 @@ def make_turn(
             )
         params = replace(params, structured=calls)
     elif structured is not None:
-        if parser_for(conversation, prompt).is_thinking and structured.trigger == ():
+        if thinks and structured.trigger == ():
             end = tokenizer.token_id(END_THINK)
             structured = replace(structured, trigger=(end,) if end is not None else END_THINK)
         params = replace(params, structured=structured)

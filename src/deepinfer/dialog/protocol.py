@@ -200,11 +200,10 @@ def _params(
         "top_k": given.top_k,
         "seed": given.seed,
     }
-    # Stop texts end the answer, not the thinking before it; there the reply ends it.
-    stop = () if request.thinks else given.stop
     return SamplingParams(
         **{name: value for name, value in values.items() if value is not None},
-        stop=stop,
+        stop=given.stop,
+        stop_after=END_THINK if request.thinks and given.stop else "",  # the thinking goes on
         logprobs=given.logprobs,
         top_logprobs=given.top_logprobs,
         logit_bias=given.logit_bias,

@@ -77,6 +77,8 @@ class SamplingParams:
                       and the token id. None gives every request a fresh random seed; one seed for
                       many prompts is kept for each
     stop              strings (one or several) that end the text and are left out of it
+    stop_after        `stop` counts only behind the first occurrence of this text, such as the end
+                      of thinking; "" is from the beginning on
     stop_token_ids    ids that end the request; kept in `token_ids`, left out of `text`
     ignore_eos        go on after end-of-sequence
     logprobs          True: the logprob of every generated token; an integer n also asks for
@@ -112,6 +114,7 @@ class SamplingParams:
     min_tokens: int = 0
     seed: int | None = None
     stop: str | Iterable[str] = ()
+    stop_after: str = ""
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = False
     logprobs: bool | int = False
@@ -205,6 +208,9 @@ class SamplingParams:
             problems.append(
                 f"stop must be one or several strings, none of them empty, not {self.stop!r}"
             )
+        after: object = self.stop_after
+        if not isinstance(after, str):
+            problems.append(f"stop_after must be a string, not {after!r}")
         for name in ("stop_token_ids", "forced_token_ids"):
             given = getattr(self, name)
             ids = tuple(given) if isinstance(given, Iterable) else (None,)

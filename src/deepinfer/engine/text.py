@@ -51,16 +51,23 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 class TextStream:
     """The text of one request while it grows.
 
-    Stop strings that end within the text of the first `min_tokens` ids are ignored. After a stop
-    string is found the text is frozen just before it.
+    Stop strings that end within the text of the first `min_tokens` ids are ignored, and so is all
+    that stands before the first `after` and in it. After a stop string is found the text is frozen
+    just before it.
     """
 
     def __init__(
-        self, decoder: IncrementalDecoder, stops: Sequence[str] = (), min_tokens: int = 0
+        self,
+        decoder: IncrementalDecoder,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        after: str = "",
     ) -> None:
         self._decoder = decoder
         self._stops = tuple(stops)
         self._min_tokens = min_tokens
+        self._after = after if stops else ""
+        self._tail = ""  # of the text before `after`, as far as it may begin it
         self._num_ids = 0
         self._parts: list[str] = []  # released, in order
         self._pending = ""  # may still begin a stop string
@@ -88,6 +95,8 @@ class TextStream:
         return new
 
     def _add(self, piece: str, ignore: bool) -> bool:
+        if self._after:
+            piece = self._pass(piece)
         if not piece:
             return False
         old = len(self._pending)
@@ -102,3 +111,14 @@ class TextStream:
         self._parts.append(self._pending[:keep])
         self._pending = self._pending[keep:]
         return False
+
+    def _pass(self, piece: str) -> str:
+        """Release what stands before the end of `after`; return what follows it."""
+        seen = self._tail + piece
+        place = seen.find(self._after)
+        rest = "" if place < 0 else seen[place + len(self._after) :]
+        self._parts.append(piece[: len(piece) - len(rest)])
+        self._tail = seen[max(0, len(seen) - len(self._after) + 1) :] if place < 0 else ""
+        if place >= 0:
+            self._after = ""
+        return rest

@@ -26,8 +26,8 @@ from deepinfer.jobs.source import MAX_LINE_BYTES, Line
 __all__ = ["Context", "Row", "Work", "failure", "prepare", "read_row"]
 
 _SAMPLING: Final = frozenset(
-    "temperature top_p top_k max_tokens min_tokens seed stop stop_token_ids ignore_eos logprobs "
-    "top_logprobs logprobs_mode logit_bias n structured timeout_s prompt_logprobs".split()
+    "temperature top_p top_k max_tokens min_tokens seed stop stop_after stop_token_ids ignore_eos "
+    "logprobs top_logprobs logprobs_mode logit_bias n structured timeout_s prompt_logprobs".split()
 )
 _CHAT: Final = frozenset(("thinking", "effort", "tools", "tool_choice", "response_format"))
 _MAX_SAMPLES: Final = 128
