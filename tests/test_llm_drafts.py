@@ -161,6 +161,25 @@ def test_rejection_is_exact_where_nothing_is_drawn(plain: list[Told]) -> None:
     assert again == got, "the draws are a function of the seeds"
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"speculation.variable": True}, {"speculation.method": "rejection"}],
+    ids=str,
+)
+@pytest.mark.parametrize("part", ["norm", "main_norm"])
+def test_damaged_draft_blocks_only_cost_time(config: Config, part: str, plain: list[Told]) -> None:
+    with LLM("golden", config={**BASE, "speculation.num_drafts": 3, **config}) as llm:
+        executor: Any = llm._loop.executor if llm._loop is not None else None
+        with torch.inference_mode():
+            getattr(executor._runner.model.draft, part).fill_(torch.nan)
+        results = llm.generate(PROMPTS, MIX)
+        stats: Any = llm.stats().speculation
+    json.dumps(stats, allow_nan=False)
+    assert all(r.finish_reason == p[2] for r, p in zip(results, plain, strict=True))
+    exact = (0, 4) if "speculation.method" in config else range(len(plain))
+    assert all(told(results)[i] == plain[i] for i in exact)
+
+
 def test_processors_see_drafts_as_history() -> None:
     """A processor that forbids the last token again, with tokens that come from drafts."""
 

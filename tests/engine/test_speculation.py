@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -130,6 +131,52 @@ def test_curves_on_disk(tmp_path: Path) -> None:
     for broken in ("", "{", "[]", '{"format": 1}', file.read_text().replace("1.1", '"x"')):
         file.write_text(broken)
         assert load_curve(file, mark, 10.0) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": [1, math.inf]},
+        {"seconds": [1, 10**400]},
+        {"seconds": [0.0, 0.0]},
+        {"seconds": [0.1]},
+        {"rows": None},
+        {"measured_at": 1e15},
+        "[" * 100_000,
+        "[]",
+        "",
+    ],
+    ids=lambda change: str(change)[:30],
+)
+def test_damaged_curves_on_disk_are_measured_again(tmp_path: Path, change: Any) -> None:
+    path = tmp_path / "curve.json"
+    save_curve(path, CostCurve((1, 2), (0.1, 0.2)), {"model": "a"})
+    told = json.loads(path.read_text())
+    assert load_curve(path, {"model": "a"}, 100) is not None
+    path.write_text(change if isinstance(change, str) else json.dumps({**told, **change}))
+    assert load_curve(path, {"model": "a"}, 100) is None
+
+
+def test_confidences_that_are_not_numbers_count_as_none() -> None:
+    """Damaged draft blocks cost time, never output."""
+    planner = DraftPlanner(2, variable=True, curve=LINEAR)
+    bad = (math.nan, 0.5)
+    for _ in range(3):
+        choice = planner.choose([bad, (0.9, 0.9)])
+        planner.count(2, 2, 0, 1, bad)
+    assert choice.budget == 0
+    told = planner.summary()
+    json.dumps(told, allow_nan=False)
+    assert told["calibration"] == [{"confidence": 0.0, "accepted": 0.0, "count": 3}]
+
+
+def test_a_bonus_token_is_one_that_was_kept() -> None:
+    stats = SpeculationStats(3)
+    stats.add(3, 2, 2, 3)
+    stats.add(3, 2, 2, 2)  # the second draft ended the request
+    stats.add(3, 2, 1, 1)
+    told = stats.summary()
+    assert (told["bonus"], told["tokens"], told["wasted_rows"]) == (1, 6, 1)
 
 
 def test_fixed_planners() -> None:

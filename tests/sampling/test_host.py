@@ -126,3 +126,27 @@ def test_a_whole_vocabulary_is_cheap() -> None:
     begin = time.process_time()
     sampler.sample(logits, [1] * 16, range(16))
     assert time.process_time() - begin < 0.15
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("whole", [True, False])
+def test_rows_without_a_largest_logit_leave_others_alone(poison: float, whole: bool) -> None:
+    """Such rows are flagged elsewhere; here they must not break those beside them."""
+    good = torch.randn(3, 5000, generator=torch.Generator().manual_seed(8))
+    broken = good.clone()
+    if whole:
+        broken[1] = poison
+    else:
+        broken[1, 17] = poison
+    params = SlotParams(seed=3, top_p=0.9, logprobs=True, num_top_logprobs=2)
+    told = []
+    for logits in (good, broken):
+        sampler = Sampler(5000, 2, CPU)
+        sampler.admit(1, params)
+        told.append(sampler.sample(logits, [1] * 3, [0, 1, 2]))
+        assert sampler.sample_drafts(logits, [1] * 3, [0, 1, 2]).token_ids.max() < 5000
+    assert told[1].bad.tolist() == [False, True, False]
+    for name in ("token_ids", "logprobs", "top_ids"):
+        before, now = getattr(told[0], name), getattr(told[1], name)
+        assert before[[0, 2]].tolist() == now[[0, 2]].tolist()
+    assert 0 <= int(told[1].token_ids[1]) < 5000

@@ -227,3 +227,23 @@ def test_host_and_device_forms_accept_alike() -> None:
     seeds, positions = torch.arange(50), torch.arange(50) * 7
     host = draw_host(logits.numpy(), seeds.numpy().astype(np.uint64), positions.numpy())
     assert host.tolist() == draw(logits, seeds, positions).tolist()
+
+
+def test_drafts_that_are_not_finite_are_refused_and_replaced_from_the_target() -> None:
+    num = 4000
+    target = torch.log(torch.tensor([0.5, 0.3, 0.2]))
+    windows = Windows(
+        torch.arange(num) * 2, torch.zeros(num, 1, dtype=torch.int64), torch.ones(num).long()
+    )
+    accepted, emitted = accept_rejection(
+        torch.zeros(2 * num, dtype=torch.int64),
+        target.expand(2 * num, 3),
+        torch.full((num, 1, 3), math.nan),
+        windows,
+        torch.arange(num),
+        torch.zeros(num, dtype=torch.int64),
+        torch.zeros(num, dtype=torch.bool),
+    )
+    assert not accepted.any()
+    shares = torch.bincount(emitted[:, 0], minlength=3) / num
+    assert float((shares - target.exp()).abs().max()) < 0.04

@@ -19,37 +19,12 @@ from deepinfer.config.engine import SpeculationConfig
 from deepinfer.config.model import ModelConfig
 from deepinfer.engine.batch import Batch
 from deepinfer.engine.state import SlotState
-from deepinfer.errors import ConfigError
 from deepinfer.model.dspark import DraftModel
 from deepinfer.sampling.noise import STREAM_DRAFT, STREAM_TARGET
 from deepinfer.sampling.sampler import Sampled, Sampler
 from deepinfer.sampling.speculative import Windows, accept_equal, accept_rejection
 
-__all__ = ["Drafter", "check_speculation", "confidence_temperatures"]
-
-
-def check_speculation(config: SpeculationConfig, model: ModelConfig) -> None:
-    """Raise ConfigError, naming the setting, for what this checkpoint cannot do."""
-    problems = []
-    most = model.dspark_block_size if model.num_nextn_predict_layers else 0
-    if config.num_drafts > 0 and most == 0:
-        problems.append(
-            f"speculation.num_drafts: found {config.num_drafts}, but the checkpoint has no draft "
-            "blocks; only 0 works"
-        )
-    elif config.num_drafts > most:
-        problems.append(
-            f"speculation.num_drafts: found {config.num_drafts}, but the checkpoint's draft block "
-            f"has {most} rows (dspark_block_size): use 0..{most}"
-        )
-    given = len(model.dspark_confidence_temperatures)
-    if given not in (0, 1, model.dspark_block_size):
-        problems.append(
-            f"dspark_confidence_temperatures of the checkpoint: found {given} values, expected "
-            f"none, one or dspark_block_size ({model.dspark_block_size})"
-        )
-    if problems:
-        raise ConfigError("speculation does not fit the checkpoint", problems)
+__all__ = ["Drafter", "confidence_temperatures"]
 
 
 def confidence_temperatures(config: SpeculationConfig, model: ModelConfig) -> list[float]:
@@ -114,6 +89,7 @@ class Drafter:
             caches, slots, length - 2, state.last_token[slots], choose, self.num_drafts
         )
         confidences = 1.0 / (1.0 + torch.exp(-raw / self._temperatures))
+        confidences = confidences.nan_to_num(nan=0.0)  # damaged draft blocks only cost time
         counts = torch.where(wanted, room.clamp(0, self.num_drafts), 0)
         state.propose(slots, tokens[:, 1:], counts, confidences)
 

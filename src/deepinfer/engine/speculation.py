@@ -24,11 +24,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from deepinfer.config.engine import SpeculationConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.errors import ConfigError
+
 __all__ = [
     "Choice",
     "CostCurve",
     "DraftPlanner",
     "SpeculationStats",
+    "check_speculation",
     "choose_rows",
     "load_curve",
     "measure_curve",
@@ -40,6 +45,30 @@ Floats = NDArray[np.float64]
 _FORMAT = 1
 _BINS = 10
 _PENDING = 4096
+
+
+def check_speculation(config: SpeculationConfig, model: ModelConfig) -> None:
+    """Raise ConfigError, naming the setting, for what this checkpoint cannot do."""
+    problems = []
+    most = model.dspark_block_size if model.num_nextn_predict_layers else 0
+    if config.num_drafts > 0 and most == 0:
+        problems.append(
+            f"speculation.num_drafts: found {config.num_drafts}, but the checkpoint has no draft "
+            "blocks; only 0 works"
+        )
+    elif config.num_drafts > most:
+        problems.append(
+            f"speculation.num_drafts: found {config.num_drafts}, but the checkpoint's draft block "
+            f"has {most} rows (dspark_block_size): use 0..{most}"
+        )
+    given = len(model.dspark_confidence_temperatures)
+    if given not in (0, 1, model.dspark_block_size):
+        problems.append(
+            f"dspark_confidence_temperatures of the checkpoint: found {given} values, expected "
+            f"none, one or dspark_block_size ({model.dspark_block_size})"
+        )
+    if problems:
+        raise ConfigError("speculation does not fit the checkpoint", problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,15 +214,16 @@ def load_curve(
         )
         if not same or not 0 <= age <= max_age_s:
             return None
-        return CostCurve(
+        curve = CostCurve(
             tuple(int(n) for n in told["rows"]),
             tuple(float(t) for t in told["seconds"]),
             tuple(int(n) for n in told["draft_sequences"]),
             tuple(float(t) for t in told["draft_seconds"]),
             bool(told["padded"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    return curve if curve.seconds[0] > 0 else None  # no step takes no time
 
 
 def choose_rows(
@@ -251,7 +281,8 @@ class Choice(NamedTuple):
 class SpeculationStats:
     """Counts over the life of an engine, by draft position where a list.
 
-    A row is wasted when it was verified and refused, or stood behind a refused one.
+    A row is wasted when it was verified and brought no token: refused, behind a refused one, or
+    behind the end of its sequence. A bonus token is the one behind drafts that were all right.
     """
 
     def __init__(self, num_drafts: int) -> None:
@@ -290,7 +321,7 @@ class SpeculationStats:
         self._steps += len(pending)
         self._tokens += int(tokens.sum())
         self._rows += len(pending) + int(verified.sum())
-        self._bonus += int(((verified > 0) & (accepted == verified)).sum())
+        self._bonus += int(((verified > 0) & (accepted == verified) & (tokens > accepted)).sum())
         places = np.arange(len(self._proposed))
         for total, part in (
             (self._proposed, proposed),
@@ -305,6 +336,7 @@ class SpeculationStats:
         lengths = np.asarray([len(row) for row in told])
         padded = [row if len(row) == most else (*row, *zeros[len(row) :]) for row in told]
         values = np.asarray(padded, np.float64).reshape(len(pending), most)
+        values = np.clip(np.nan_to_num(values, nan=0.0), 0.0, 1.0)
         last = np.minimum(np.minimum(verified, accepted + 1), lengths)
         tried = places < last[:, None]
         values, hits = values[tried], (places < accepted[:, None])[tried]
@@ -474,6 +506,7 @@ class DraftPlanner:
         zeros = (0.0,) * self.num_drafts
         # Near its limit a sequence has fewer drafts.
         told = np.asarray([(*row, *zeros[len(row) :]) for row in confidences], np.float64)
+        told = np.nan_to_num(told, nan=0.0)
         lengths = np.asarray([len(row) for row in confidences])
         known = lengths == self.num_drafts
         reach = np.asarray(np.cumprod(np.clip(told, 0.0, 1.0), axis=1), np.float64)

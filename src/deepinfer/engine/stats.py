@@ -99,7 +99,6 @@ class StatsRecorder:
         self.num_failed_steps = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
-        self.num_proposed = self.num_verified = self.num_accepted = 0
         self.finished_by_reason: dict[str, int] = {}
         self._recent: deque[_Step] = deque(maxlen=_WINDOW)
         self._planning: deque[float] = deque()
@@ -134,11 +133,6 @@ class StatsRecorder:
                 result.device_s,
             )
         )
-        if plan.draft_budget is not None or any(row.num_drafts for row in plan.rows[:1]):
-            for row in result.rows:
-                self.num_proposed += row.num_proposed
-                self.num_verified += row.num_verified
-                self.num_accepted += row.num_accepted
 
     def failed(self) -> None:
         """Note a failed step; those launched behind it are gone as well."""
@@ -190,9 +184,15 @@ class StatsRecorder:
             device_busy=min(1.0, self._device_s / whole_s) if whole_s > 0 else 0.0,
             ttft_mean_s=sum(self._ttft) / len(self._ttft) if self._ttft else 0.0,
             ttft_max_s=max(self._ttft, default=0.0),
-            num_proposed_drafts=self.num_proposed,
-            num_verified_drafts=self.num_verified,
-            num_accepted_drafts=self.num_accepted,
+            num_proposed_drafts=_total(speculation, "proposed"),
+            num_verified_drafts=_total(speculation, "verified"),
+            num_accepted_drafts=_total(speculation, "accepted"),
             speculation=speculation,
             prefix=prefix,
         )
+
+
+def _total(speculation: dict[str, object] | None, name: str) -> int:
+    """Return the sum of a count that is kept by draft position."""
+    counts = None if speculation is None else speculation[name]
+    return sum(counts) if isinstance(counts, list) else 0

@@ -36,12 +36,12 @@ def draw_host(logits: Floats, seeds: Words, positions: Ints, stream: int = STREA
     logits     [N, V]  -inf where not allowed
     seeds      [N]     uint64
     positions  [N]     absolute position of the token drawn
-    returns    [N]
+    returns    [N]; 0 for a row with no largest logit (NaN, infinity, nothing allowed)
     A token wins with noise above the best score so far, that is with a random word below a bound;
     only the few words that pass are turned into noise.
     """
     num, width = logits.shape
-    lead = logits - logits.max(axis=1, keepdims=True)
+    lead = _below_top(logits)
     if width % 4:
         lead = np.pad(lead, ((0, 0), (0, -width % 4)), constant_values=-np.inf)
     lead = lead.reshape(num, -1, 4)
@@ -114,15 +114,18 @@ def filter_host(logits: Floats, top_p: NDArray[np.float64], top_k: Ints) -> Floa
     """Keep the likeliest tokens of each row: first by mass, then by count; the rest become -inf.
 
     Arguments and result as in `sampler.filter_logits`, with numpy arrays. A row is sorted only as
-    far down as its kept tokens can reach.
+    far down as its kept tokens can reach, and not at all without a largest logit (NaN, infinity,
+    nothing allowed): such a row comes back as it is.
     """
-    lead = logits - logits.max(axis=1, keepdims=True)
+    lead = _below_top(logits)
+    usable = ~np.isnan(lead).any(axis=1)
     mass = np.rint(torch.exp(torch.from_numpy(lead)).numpy() * np.float32(MASS_ONE))
     # Whole numbers below 2^53: exact in any order.
     limit = np.where(top_p < 1.0, top_p * mass.sum(axis=1, dtype=np.float64), np.inf)
     most = np.where(top_k < 0, logits.shape[1], top_k)
     kept = np.full_like(logits, -np.inf)
-    for row in range(len(logits)):
+    kept[~usable] = logits[~usable]
+    for row in np.flatnonzero(usable).tolist():
         for depth in _DEPTHS:
             ids = np.flatnonzero(lead[row] >= -depth)
             # Sort by falling logit, then id, as one unsigned number: leads are -0.0 and below.
@@ -136,3 +139,10 @@ def filter_host(logits: Floats, top_p: NDArray[np.float64], top_k: Ints) -> Floa
         ids = ids[: min(count, most[row])]
         kept[row, ids] = logits[row, ids]
     return kept
+
+
+def _below_top(logits: Floats) -> Floats:
+    """Return each row less its largest; rows without one hold NaN."""
+    with np.errstate(invalid="ignore"):
+        below: Floats = logits - logits.max(axis=1, keepdims=True)
+    return below

@@ -77,7 +77,8 @@ def accept_rejection(
 
     tokens     [T]        int64, a plain sample of the target for every flat row
     target     [T, V]     fp32, the filtered and tempered logits they were drawn from
-    draft      [N, K, V]  fp32, those that the drafts were drawn from
+    draft      [N, K, V]  fp32, those that the drafts were drawn from; a draft whose logits are not
+                          finite is refused
     seeds      [N]        int64, the 64 bits of each sequence's seed
     positions  [N]        int64, absolute position of the token that each first row draws
     greedy     [N]        bool, sequences that take the likeliest token: equality decides
@@ -105,7 +106,9 @@ def accept_rejection(
     pick = torch.arange(num, device=tokens.device)
     p, q = log_p[pick, place].exp(), log_q[pick, place].exp()
     residual = torch.log((p - q).clamp_(min=0.0)).float()
-    empty = (residual == -torch.inf).all(dim=1)  # p equals q: only rounding can refuse
+    # Nothing is left where p equals q (only rounding can refuse), nor of a draft that is not finite:
+    # that one is always refused, which makes p itself the right distribution.
+    empty = ~(residual > -torch.inf).any(dim=1)
     residual = torch.where(empty.unsqueeze(1), log_p[pick, place].float(), residual)
     again = draw(residual, seeds, positions + place, STREAM_RESIDUAL)
     refused = (accepted < windows.counts) & ~greedy
