@@ -75,6 +75,23 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     grammar.add_argument("--repeat", type=positive, default=3, metavar="N", help="repeats (3)")
     add_settings(grammar)
     grammar.set_defaults(func=run)
+    balance = forms.add_parser(
+        "balance",
+        help="measure placing experts by load",
+        description="Load of the busiest rank over the mean on steps that a plan has not seen, "
+        "with made-up skewed loads of 384 experts and with what a checkpoint's routers chose for "
+        "packaged texts. Loads are counted, no rank is run.",
+    )
+    balance.add_argument("--model", default=DEMO_MODEL, help=f"as for cpu ({DEMO_MODEL})")
+    balance.add_argument(
+        "--texts", type=positive, default=256, metavar="N", help="most texts of a kind (256)"
+    )
+    balance.add_argument("--out", metavar="FILE", help="add the records to this file, as JSONL")
+    balance.add_argument(
+        "--repeat", type=positive, default=5, metavar="N", help="seeds of made-up loads (5)"
+    )
+    add_settings(balance)
+    balance.set_defaults(func=run)
     speculation = forms.add_parser(
         "speculation",
         help="simulate choosing verified drafts",
@@ -132,7 +149,11 @@ def _measure(args: argparse.Namespace) -> list[Record]:
         from deepinfer.bench.grammar import measure_grammar
 
         return measure_grammar(config.grammar, args.repeat, tell=note)
-    resolve_model(args.model)
+    folder = resolve_model(args.model)
+    if args.form == "balance":
+        from deepinfer.bench.balance import measure_balance
+
+        return measure_balance(args.model, folder, config, args.texts, args.repeat, tell=note)
     if args.form == "batching":
         from deepinfer.bench.batching import measure_batching
 
