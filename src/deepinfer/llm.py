@@ -1,7 +1,7 @@
 """LLM: the public engine. Builds the parts from a config, joins them, turns calls into requests.
 
 Owns request ids, seeds, text in and out, and who gets which completion. What runs when is the
-scheduler's matter. One LLM serves one thread.
+scheduler's matter. Threads take turns: whatever touches the engine waits for the step that runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from deepinfer.dialog.chat import (
 )
 from deepinfer.engine.calibrate import make_drafter, make_planner
 from deepinfer.engine.commit import Gate
-from deepinfer.engine.drafting import check_speculation
 from deepinfer.engine.driver import EngineDriver
 from deepinfer.engine.effective import cpu_threads, overlaps
 from deepinfer.engine.executor import Executor, InProcessExecutor
@@ -65,9 +64,11 @@ from deepinfer.engine.scheduler import Limits, Scheduler
 from deepinfer.engine.shapes import Shapes, fill_matchers
 from deepinfer.engine.sizing import Sizes
 from deepinfer.engine.snapshot import ResumedGate, State, contradictions, fingerprint, mismatches
+from deepinfer.engine.speculation import check_speculation
 from deepinfer.engine.state import SlotState
 from deepinfer.engine.stats import EngineStats
 from deepinfer.engine.text import TextStream
+from deepinfer.engine.turn import Turn
 from deepinfer.errors import (
     ConfigError,
     RequestError,
@@ -300,6 +301,7 @@ class LLM:
             log_interval_steps=config.log.interval_steps,
         )
         self._driver = EngineDriver()
+        self._turn = Turn()
         self._next_id = 0
         self._in_generate = False
         self._live: dict[int, SamplingParams] = {}
@@ -330,24 +332,28 @@ class LLM:
         prompts          a text, a run of token ids, or a list of these (lists or integer arrays)
         sampling_params  one for all, or one for each; one `seed` is kept for each, no seed draws a
                          fresh one for each
-        progress         called after every step; what it raises is logged
+        progress         called after every step; what it raises is logged. It may submit and cancel,
+                         as other threads may: what they submit runs along, for `step` to return
         A prompt that cannot run has a completion with `error` set, and the others run. Raises
         RequestError when the arguments as a whole do not fit together, and Interrupted on Ctrl-C.
         """
-        loop = self._free_loop()
+        self._free_loop()
         entries = split_prompts(prompts)
         tasks = _samples(entries, match_params(sampling_params, len(entries)))
-        first_id = self._next_id
         done: dict[int, Completion] = {}
         interrupted = False
-        start_tokens = loop.scheduler.num_generated
-        self._in_generate = True
+        with self._turn:
+            loop = self._free_loop()
+            ids = self._new_ids(len(tasks))
+            start_tokens = loop.scheduler.num_generated
+            self._in_generate = True
         try:
-            for task in tasks:
-                self._submit(*task, streams=False)
+            for request_id, task in zip(ids, tasks, strict=True):
+                self._submit(request_id, *task, streams=False)
             while len(done) < len(tasks):
                 with interrupt_after():
-                    self._collect(loop.step(), first_id, done)
+                    with self._turn:
+                        self._collect(loop.step(), ids, done)
                     num_tokens = loop.scheduler.num_generated - start_tokens
                     if progress is not None:
                         failed = sum(result.error is not None for result in done.values())
@@ -357,15 +363,16 @@ class LLM:
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            self._in_generate = False
-            try:
-                loop.flush()
-            except KeyboardInterrupt:  # not even this step is waited for
-                interrupted = True
-            for request_id in range(first_id, self._next_id):
-                loop.cancel(request_id)
-            self._collect(loop.take_finished(), first_id, done)
-        results = [done.get(first_id + place) for place in range(len(tasks))]
+            with self._turn:
+                self._in_generate = False
+                try:
+                    loop.flush()
+                except KeyboardInterrupt:  # not even this step is waited for
+                    interrupted = True
+                for request_id in ids:
+                    loop.cancel(request_id)
+                self._collect(loop.take_finished(), ids, done)
+        results = [done.get(request_id) for request_id in ids]
         if interrupted:
             raise Interrupted(
                 [
@@ -390,21 +397,26 @@ class LLM:
         return self._stream(_samples(entries, match_params(sampling_params, len(entries))))
 
     def _stream(self, tasks: list[_Task]) -> Generator[Chunk, None, None]:
-        loop = self._open_loop()
-        mine: set[int] = set()
+        with self._turn:
+            loop = self._open_loop()
+            ids = self._new_ids(len(tasks))
+        mine = set(ids)
         try:
-            for task in tasks:
-                mine.add(self._submit(*task, streams=True))
+            for request_id, task in zip(ids, tasks, strict=True):
+                self._submit(request_id, *task, streams=True)
             while mine:
-                self._outbox += self._texts(self._free_loop().step())
-                for chunk in loop.take_chunks(frozenset(mine)):
+                with self._turn:
+                    self._outbox += self._texts(self._free_loop().step())
+                    chunks = loop.take_chunks(mine)
+                for chunk in chunks:
                     if chunk.completion is not None:
                         mine.discard(chunk.request_id)
                     yield chunk
         finally:
-            for request_id in mine:
-                loop.cancel(request_id)
-            loop.take_chunks(mine)
+            with self._turn:
+                for request_id in mine:
+                    loop.cancel(request_id)
+                loop.take_chunks(mine)
 
     async def agenerate(
         self,
@@ -427,7 +439,8 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Return what the engine has done and how it stands: queues, rates, times, caches."""
-        return self._open_loop().report()
+        with self._turn:
+            return self._open_loop().report()
 
     def chat(
         self,
@@ -493,7 +506,7 @@ class LLM:
                 f"submit takes one sample at a time, not n={params.n}: call it once for each, with "
                 "a seed for each"
             )
-        return self._submit(0, prompt, params, streams=False)
+        return self._submit(self._new_ids(1)[0], 0, prompt, params, streams=False)
 
     def snapshot(self, request_id: int) -> State:
         """Return a submitted request as it stands, to be saved or gone on with; it keeps running.
@@ -501,6 +514,10 @@ class LLM:
         What a step in flight brings is taken first. Raises RequestError when the request has ended,
         is unknown, or has logits processors.
         """
+        with self._turn:
+            return self._snapshot(request_id)
+
+    def _snapshot(self, request_id: int) -> State:
         loop = self._free_loop()
         loop.flush()
         live = loop.scheduler.live(request_id)
@@ -561,7 +578,8 @@ class LLM:
                 "raise scheduling.max_model_len"
             )
         prompt = np.asarray(state.prompt_token_ids, dtype=np.int64)
-        return self._submit(0, prompt, state.params, streams=False, state=state)
+        request_id = self._new_ids(1)[0]
+        return self._submit(request_id, 0, prompt, state.params, streams=False, state=state)
 
     @cached_property
     def fingerprint(self) -> Mapping[str, str]:
@@ -578,10 +596,10 @@ class LLM:
 
     def step(self) -> list[Completion]:
         """Run one step over everything submitted; return what has finished since the last call."""
-        loop = self._free_loop()
-        finished = self._texts(loop.step())
-        finished, self._outbox = self._outbox + finished, []
-        return finished
+        with self._turn:
+            finished = self._texts(self._free_loop().step())
+            finished, self._outbox = self._outbox + finished, []
+            return finished
 
     @property
     def has_work(self) -> bool:
@@ -590,13 +608,17 @@ class LLM:
 
     def cancel(self, request_id: int) -> bool:
         """End a submitted request with reason `abort`; return whether it was unfinished."""
-        return self._open_loop().cancel(request_id)
+        with self._turn:
+            return self._open_loop().cancel(request_id)
 
     def close(self) -> None:
         """Drop unfinished requests, weights and caches; closing again does nothing."""
-        if self._loop is not None:
-            self._free_loop()
-        loop, self._loop = self._loop, None
+        if self._loop is None:
+            return
+        with self._turn:
+            if self._loop is not None:
+                self._free_loop()
+            loop, self._loop = self._loop, None
         if loop is not None:
             self._driver.close()
             loop.stop()
@@ -634,8 +656,14 @@ class LLM:
             )
         return loop
 
+    def _new_ids(self, count: int) -> range:
+        with self._turn:
+            self._next_id += count
+            return range(self._next_id - count, self._next_id)
+
     def _submit(
         self,
+        request_id: int,
         index: int,
         prompt: object,
         params: SamplingParams,
@@ -645,8 +673,6 @@ class LLM:
         state: State | None = None,
     ) -> int:
         loop = self._open_loop()
-        request_id = self._next_id
-        self._next_id += 1
         encode = self.tokenizer.encode if self.tokenizer is not None else None
         ids = check_prompt(prompt, self.model_config.vocab_size, encode)
         problems = self._problems(params)
@@ -661,7 +687,8 @@ class LLM:
                 finish_reason=FinishReason.INVALID_REQUEST,
                 error="; ".join(errors),
             )
-            loop.reject(completion, streams)
+            with self._turn:
+                loop.reject(completion, streams)
             return request_id
         seed = secrets.randbits(64) if params.seed is None else params.seed
         request = Request(
@@ -682,12 +709,14 @@ class LLM:
             )
             for token_id in () if state is None else state.token_ids:
                 text.push(token_id)
-        if not streams:
-            self._live[request_id] = params
-        gate: Gate | None = None if shape is None else self._shapes.gate(shape, params)
-        if gate is not None and state is not None:
-            gate = ResumedGate(gate, state.token_ids)
-        loop.submit(request, text, gate, state)
+        with self._turn:
+            loop = self._open_loop()
+            if not streams:
+                self._live[request_id] = params
+            gate: Gate | None = None if shape is None else self._shapes.gate(shape, params)
+            if gate is not None and state is not None:
+                gate = ResumedGate(gate, state.token_ids)
+            loop.submit(request, text, gate, state)
         return request_id
 
     def _problems(self, params: SamplingParams) -> list[str]:
@@ -726,11 +755,11 @@ class LLM:
         return told
 
     def _collect(
-        self, completions: Sequence[Completion], first_id: int, done: dict[int, Completion]
+        self, completions: Sequence[Completion], ids: range, done: dict[int, Completion]
     ) -> None:
-        """Keep what belongs to the call that began at `first_id`; the rest waits for `step`."""
+        """Keep what belongs to the call that named these ids; the rest waits for `step`."""
         for completion in self._texts(completions):
-            if completion.request_id >= first_id:
+            if completion.request_id in ids:
                 done[completion.request_id] = completion
             else:
                 self._outbox.append(completion)

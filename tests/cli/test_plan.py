@@ -59,6 +59,10 @@ def test_packaged_model_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device-bytes", "1M"], 1, "do not fit"),
         (["--set", "cache.nothing=1"], 2, "cache.nothing"),
         (["--num-devices", "0"], 2, ">= 1"),
+        (["--num-devices", "2", "--engram-parallel", "4"], 2, "--engram-parallel: found 4"),
+        (["--context", "2049"], 2, "the model ends at 2048"),
+        (["--set", "speculation.num_drafts=9"], 1, "speculation.num_drafts"),
+        (["--set", "replay.mode=mask", "--set", "replay.keep_tokens=3"], 1, "replay.keep_tokens"),
     ],
 )
 def test_bad_input(

@@ -123,7 +123,8 @@ def test_the_caches_take_what_the_plan_says(demo: ModelConfig, budget: int, mode
 
 def fits_by_hand(plan: MemoryPlan, batch: int, context: int) -> bool:
     blocks = batch * -(-context // plan.layout.tokens_per_block) + 1
-    return (batch + 1) * plan.slot_bytes + blocks * plan.block_bytes <= plan.usable_bytes
+    caches = (batch + 1) * plan.slot_bytes + blocks * plan.block_bytes
+    return caches + plan.beyond_bytes(batch) <= plan.usable_bytes
 
 
 REAL = load_model_config(Path(__file__).parents[1] / "data" / "real" / "config.json")
@@ -155,6 +156,40 @@ def test_what_fits_really_fits(
     assert not fits_by_hand(plan, batch + 1, context)
     if plan.longest_context:
         assert plan.batch(plan.longest_context) >= 1
+
+
+def test_a_larger_batch_has_larger_steps(real: ModelConfig) -> None:
+    """What is told to fit does fit when it is asked for, logits and rows of drafts included."""
+    mesh = Mesh(data=8, expert=8, engram=8)
+    asked = {"speculation__num_drafts": 5, "speculation__method": "rejection"}
+    plan = plan_memory(config(**asked), real, total_bytes=H200, mesh=mesh)
+    for context in (4096, 131072):
+        batch = plan.batch(context)
+        more = config(**asked, scheduling__max_num_seqs=batch, scheduling__max_model_len=context)
+        grown = plan_memory(more, real, total_bytes=H200, mesh=mesh)
+        assert grown.sizes.num_blocks - 1 >= batch * context // 128
+        assert plan.beyond_bytes(batch) > 0 or batch <= 64
+
+
+def test_set_blocks_limit_what_fits(demo: ModelConfig) -> None:
+    for limit in ({"cache__num_blocks": 4}, {"cache__memory_bytes": 5 * 17920}):
+        plan = plan_memory(config(**limit), demo, total_bytes=GIB)
+        assert plan.longest_context == 512
+        assert (plan.batch(128), plan.batch(257), plan.batch(513)) == (4, 1, 0)
+
+
+def test_small_devices_get_shorter_sequences() -> None:
+    """Index scores of a million tokens take more than the device has; those of fewer do not."""
+    golden = load_model_config(resolve_model("golden"))
+    plan = plan_memory(config(), golden, total_bytes=10**9)
+    assert 4096 <= plan.sizes.max_model_len < golden.max_position_embeddings
+    assert sum(plan.parts.values()) <= 10**9
+    with pytest.raises(CacheError, match="do not fit") as caught:
+        plan_memory(config(), golden, total_bytes=10**8)
+    assert "scheduling.max_num_batched_tokens 8192" in str(caught.value)
+    assert "-" not in str(caught.value).replace("\n  - ", "")  # nothing negative
+    few = config(scheduling__max_num_batched_tokens=64, scheduling__max_num_seqs=4)
+    assert plan_memory(few, golden, total_bytes=10**8).sizes.max_model_len >= 128
 
 
 def test_activations_grow_with_the_step(real: ModelConfig) -> None:

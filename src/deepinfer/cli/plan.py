@@ -13,6 +13,8 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_model_config, resolve_model
 from deepinfer.config.mesh import Mesh
 from deepinfer.engine.memory import MemoryPlan, plan_memory
+from deepinfer.engine.replay import keep_tokens
+from deepinfer.engine.speculation import check_speculation
 from deepinfer.errors import ConfigError
 
 __all__ = ["add_parser", "run"]
@@ -98,9 +100,20 @@ def run(args: argparse.Namespace) -> int:
         mesh.expert_range(0, model.n_routed_experts)
     except ConfigError as error:
         raise UsageError(str(error)) from error
+    if mesh.world > args.num_devices:
+        raise UsageError(
+            f"--engram-parallel: found {args.engram_parallel}, but there are --num-devices "
+            f"{args.num_devices}"
+        )
+    check_speculation(config.speculation, model)
+    keep_tokens(config, model)
+    longest = model.max_position_embeddings
+    beyond = [c for c in args.context or () if c > longest]
+    if beyond:
+        raise UsageError(f"--context: found {beyond[0]}, but the model ends at {longest} tokens")
     plan = plan_memory(config, model, total_bytes=total, mesh=mesh, on_cpu=on_cpu)
     asked = {plan.model_max_len, *_CONTEXTS, *(args.context or ())}
-    contexts = sorted(c for c in asked if c <= plan.model_max_len)
+    contexts = sorted(c for c in asked if c <= longest)
     found = _as_object(plan, config, mesh, args.model, contexts)
     print(json.dumps(found) if args.json else "\n".join(_lines(plan, mesh, args.model, contexts)))
     return 0

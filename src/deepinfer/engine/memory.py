@@ -6,7 +6,7 @@ be present. Weights and caches are exact; activations are an estimate of what on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from deepinfer.cache.layout import CacheLayout
@@ -38,6 +38,8 @@ class MemoryPlan:
     total_bytes   of the device, None where only what is free was known
     usable_bytes  what the caches may take together, slots and blocks
     slot_bytes    of one sequence's slot, decoded copies of a CPU included; block_bytes likewise
+    max_blocks    most blocks for sequences where settings limit them, else None
+    beyond_bytes  number of sequences -> what their steps take beyond those that were reckoned with
     """
 
     parts: Mapping[str, int]
@@ -48,6 +50,8 @@ class MemoryPlan:
     block_bytes: int
     sizes: Sizes
     model_max_len: int
+    max_blocks: int | None
+    beyond_bytes: Callable[[int], int]
 
     @property
     def num_tokens(self) -> int:
@@ -57,16 +61,26 @@ class MemoryPlan:
     @property
     def longest_context(self) -> int:
         """Most tokens of a sequence that has the caches to itself."""
-        room = self.usable_bytes - 2 * self.slot_bytes - self.block_bytes
-        fits = max(room // self.block_bytes, 0) * self.layout.tokens_per_block
-        return min(self.model_max_len, fits)
+        room = max(self.usable_bytes - 2 * self.slot_bytes - self.block_bytes, 0)
+        blocks = room // self.block_bytes
+        if self.max_blocks is not None:
+            blocks = min(blocks, self.max_blocks)
+        return min(self.model_max_len, blocks * self.layout.tokens_per_block)
 
     def batch(self, context: int) -> int:
         """Return how many sequences of `context` tokens fit, with a slot for each."""
         blocks = -(-context // self.layout.tokens_per_block)
-        padding = self.slot_bytes + self.block_bytes
-        each = self.slot_bytes + blocks * self.block_bytes
-        return max(self.usable_bytes - padding, 0) // each
+        low, high = 0, max(self.usable_bytes, 0) // self.slot_bytes
+        if self.max_blocks is not None:
+            high = min(high, self.max_blocks // blocks)
+        while low < high:
+            num = (low + high + 1) // 2
+            caches = (num + 1) * self.slot_bytes + (num * blocks + 1) * self.block_bytes
+            if caches + self.beyond_bytes(num) <= self.usable_bytes:
+                low = num
+            else:
+                high = num - 1
+        return low
 
 
 def build_layout(config: EngineConfig, model: ModelConfig) -> CacheLayout:
@@ -111,15 +125,20 @@ def _copied_bytes(specs: Iterable[TensorSpec]) -> int:
     )
 
 
-def activation_bytes(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> int:
+def activation_bytes(
+    config: EngineConfig, model: ModelConfig, sizes: Sizes, num_seqs: int | None = None
+) -> int:
     """Estimate the temporaries of the largest step: its rows, its logits and its index scores.
 
     Counts what is alive together at the worst place of a block, in the types that kernels exchange:
     old and new streams, and either attention's queries and outputs or the experts' sorted rows.
+
+    num_seqs  sequences at a time, `scheduling.max_num_seqs` by default
     """
+    num_seqs = num_seqs or config.scheduling.max_num_seqs
     value = 2 if config.numerics.mode == "official" else 4
     drafted = 1 + config.speculation.num_drafts
-    rows = max(sizes.max_num_batched_tokens, config.scheduling.max_num_seqs * drafted)
+    rows = max(sizes.max_num_batched_tokens, num_seqs * drafted)
     streams = 2 * model.hc_mult * model.hidden_size * value
     sublayer = model.hidden_size * (2 * value + 1)
     attention = 2 * model.num_attention_heads * model.head_dim * value
@@ -127,7 +146,7 @@ def activation_bytes(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> 
     chosen = model.num_experts_per_tok + model.n_shared_experts
     experts = chosen * (model.hidden_size * (value + 1) + 3 * model.moe_intermediate_size * value)
     total = rows * (streams + sublayer + max(attention, experts))
-    total += 2 * 4 * config.scheduling.max_num_seqs * drafted * model.vocab_size
+    total += 2 * 4 * num_seqs * drafted * model.vocab_size
     entries = sizes.max_model_len if 1 in model.compress_ratios else sizes.max_model_len // 2
     return total + min(_SCORES_BYTES, rows * entries * value)
 
@@ -148,20 +167,16 @@ def plan_caches(
     Raises CacheError or ConfigError, as `resolve_sizes` does.
     """
     layout = build_layout(config, model)
-    reserved = 0
-    for _ in range(2):  # the estimate depends on lengths, and these on what it leaves
-        sizes = resolve_sizes(
-            config,
-            model_max_len=model.max_position_embeddings,
-            block_bytes=layout.block_bytes,
-            slot_bytes=layout.slot_bytes,
-            available_bytes=available_bytes - reserved,
-            on_cpu=on_cpu,
-        )
-        drafts = _draft_logits_bytes(config, model, sizes)
-        reserved = activation_bytes(config, model, sizes) + drafts if not on_cpu else 0
-        if not reserved:
+    longest = model.max_position_embeddings
+    while True:
+        try:
+            sizes, reserved = _fit(config, model, layout, longest, available_bytes, on_cpu)
             break
+        except CacheError:  # index scores of shorter sequences take less
+            longest //= 2
+            if config.scheduling.max_model_len != "auto" or longest < layout.tokens_per_block:
+                raise
+    drafts = _draft_logits_bytes(config, model, sizes.num_slots)
     slots, blocks = _decoded(config, layout, sizes) if on_cpu else (0, 0)
     parts = dict(weights or {})
     parts["activations (estimate)"] = activation_bytes(config, model, sizes)
@@ -179,8 +194,43 @@ def plan_caches(
         slot_bytes=layout.slot_bytes + slots,
         block_bytes=layout.block_bytes + blocks,
         sizes=sizes,
-        model_max_len=model.max_position_embeddings,
+        model_max_len=longest,
+        max_blocks=None if _blocks_are_free(config) else sizes.num_blocks - 1,
+        beyond_bytes=lambda num_seqs: (
+            0 if on_cpu else _beyond_bytes(config, model, sizes, num_seqs)
+        ),
     )
+
+
+def _blocks_are_free(config: EngineConfig) -> bool:
+    """Whether no setting says how many blocks there are."""
+    return config.cache.num_blocks == "auto" and config.cache.memory_bytes == "auto"
+
+
+def _fit(
+    config: EngineConfig,
+    model: ModelConfig,
+    layout: CacheLayout,
+    longest: int,
+    available_bytes: int,
+    on_cpu: bool,
+) -> tuple[Sizes, int]:
+    """Return sizes for sequences of at most `longest` tokens, and the bytes that a step needs."""
+    reserved = 0
+    while True:  # the estimate depends on lengths, and these on what it leaves
+        sizes = resolve_sizes(
+            config,
+            model_max_len=longest,
+            block_bytes=layout.block_bytes,
+            slot_bytes=layout.slot_bytes,
+            available_bytes=available_bytes,
+            reserved_bytes=reserved,
+            on_cpu=on_cpu,
+        )
+        if on_cpu or reserved:
+            return sizes, reserved
+        reserved = activation_bytes(config, model, sizes)
+        reserved += _draft_logits_bytes(config, model, sizes.num_slots)
 
 
 def plan_memory(
@@ -218,11 +268,21 @@ def plan_memory(
     )
 
 
-def _draft_logits_bytes(config: EngineConfig, model: ModelConfig, sizes: Sizes) -> int:
+def _beyond_bytes(config: EngineConfig, model: ModelConfig, sizes: Sizes, num_seqs: int) -> int:
+    """Return what the steps of `num_seqs` take beyond those of `scheduling.max_num_seqs`."""
+    more = num_seqs - config.scheduling.max_num_seqs
+    if more <= 0:
+        return 0
+    steps = activation_bytes(config, model, sizes, num_seqs)
+    steps -= activation_bytes(config, model, sizes)
+    return steps + _draft_logits_bytes(config, model, more)
+
+
+def _draft_logits_bytes(config: EngineConfig, model: ModelConfig, num_slots: int) -> int:
     """Return the bytes of the drafts' logits, which rejection sampling keeps for every slot."""
     if config.speculation.method != "rejection":
         return 0
-    return 4 * sizes.num_slots * config.speculation.num_drafts * model.vocab_size
+    return 4 * num_slots * config.speculation.num_drafts * model.vocab_size
 
 
 def _decoded(config: EngineConfig, layout: CacheLayout, sizes: Sizes) -> tuple[int, int]:

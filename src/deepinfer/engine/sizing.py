@@ -59,10 +59,12 @@ def resolve_sizes(
     slot_bytes: int,
     available_bytes: int,
     on_cpu: bool,
+    reserved_bytes: int = 0,
 ) -> Sizes:
     """Fit the caches into memory and derive the limits.
 
     available_bytes  free memory of the device, weights already loaded
+    reserved_bytes   of these, what a step needs beside the caches
     Raises CacheError when the memory cannot hold the caches or a sequence of the asked length,
     ConfigError when the settings exceed the model or each other; both name the settings that change
     it.
@@ -82,6 +84,7 @@ def resolve_sizes(
         block_bytes=block_bytes,
         slots_bytes=num_slots * slot_bytes,
         available_bytes=available_bytes,
+        reserved_bytes=reserved_bytes,
         on_cpu=on_cpu,
     )
     room = blocks * tokens_per_block
@@ -109,9 +112,19 @@ def _num_blocks(
     block_bytes: int,
     slots_bytes: int,
     available_bytes: int,
+    reserved_bytes: int,
     on_cpu: bool,
 ) -> int:
     cache = config.cache
+    left = available_bytes - reserved_bytes
+    free_told = [f"free memory: {available_bytes} bytes"]
+    steps_lower = ""
+    if reserved_bytes:
+        free_told.append(
+            f"a step's temporaries and logits: about {reserved_bytes} bytes for "
+            f"scheduling.max_num_batched_tokens {_budgets(config, on_cpu)[0]}"
+        )
+        steps_lower = "scheduling.max_num_batched_tokens, "
     slots_told = (
         f"sequence slots: {slots_bytes} bytes for scheduling.max_num_seqs "
         f"{config.scheduling.max_num_seqs}"
@@ -129,29 +142,29 @@ def _num_blocks(
                 f"{block_bytes} bytes (one is padding): raise it"
             )
     if given is not None:
-        if (given + 1) * block_bytes + slots_bytes > available_bytes:
+        if (given + 1) * block_bytes + slots_bytes > left:
             raise CacheError(
                 "the caches do not fit into memory",
                 [
-                    f"free memory: {available_bytes} bytes",
+                    *free_told,
                     slots_told,
                     f"blocks: {(given + 1) * block_bytes} bytes for {given + 1}",
-                    "lower cache.num_blocks, cache.memory_bytes, cache.max_rollback "
-                    "or scheduling.max_num_seqs",
+                    "lower cache.num_blocks, cache.memory_bytes, cache.max_rollback, "
+                    f"{steps_lower}or scheduling.max_num_seqs",
                 ],
             )
         return given
-    usable = int(available_bytes * cache.memory_fraction) - slots_bytes
+    usable = int(left * cache.memory_fraction) - slots_bytes
     if usable < 2 * block_bytes:
         raise CacheError(
             "the caches do not fit into memory",
             [
-                f"free memory: {available_bytes} bytes, "
-                f"of which cache.memory_fraction allows {cache.memory_fraction:g}",
+                *free_told,
+                f"cache.memory_fraction {cache.memory_fraction:g} of what is left",
                 slots_told,
                 f"blocks: {block_bytes} bytes each, at least two",
-                "lower scheduling.max_num_seqs, cache.max_rollback or cache.tokens_per_block, "
-                "or raise cache.memory_fraction",
+                f"lower scheduling.max_num_seqs, {steps_lower}cache.max_rollback "
+                "or cache.tokens_per_block, or raise cache.memory_fraction",
             ],
         )
     per_sequence = -(-longest // cache.tokens_per_block)
