@@ -106,8 +106,8 @@ def accept_rejection(
     pick = torch.arange(num, device=tokens.device)
     p, q = log_p[pick, place].exp(), log_q[pick, place].exp()
     residual = torch.log((p - q).clamp_(min=0.0)).float()
-    # Nothing is left where p equals q (only rounding can refuse), nor of drafts that are no numbers:
-    # those are always refused, which makes p itself the right distribution.
+    # Nothing is left where p equals q (only rounding can refuse), or where q is not finite;
+    # as such drafts are always refused, p itself is right.
     empty = ~(residual > -torch.inf).any(dim=1)
     residual = torch.where(empty.unsqueeze(1), log_p[pick, place].float(), residual)
     again = draw(residual, seeds, positions + place, STREAM_RESIDUAL)
