@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer.bench import balance as placing
 from deepinfer.bench import cpu as suite
 from deepinfer.bench.report import Figure, Record, read
 from deepinfer.cli import bench
@@ -67,6 +68,19 @@ def test_keeps_nothing_unless_asked(
     assert call("cpu") == 0
     assert asked == [("golden", "official", 5)]
     assert not list(tmp_path.iterdir())
+
+
+def test_balance(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def measure(model: str, folder: Path, config: Any, texts: int, seeds: int, **more: Any) -> Any:
+        asked.append((model, folder.name, texts, seeds))
+        return [RECORD]
+
+    monkeypatch.setattr(placing, "measure_balance", measure)
+    assert call("balance", "--texts", "7", "--repeat", "2") == 0
+    assert asked == [("demo", "demo", 7, 2)]
+    assert "load" in capsys.readouterr().out
 
 
 def test_refuses_before_measuring(tmp_path: Path, asked: list[tuple[Any, ...]]) -> None:

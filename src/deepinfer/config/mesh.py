@@ -1,7 +1,9 @@
 """Ranks of a cluster as arithmetic: who holds which experts and which Engram rows (pure).
 
 Ranks are numbered so that the context ranks of one replica are neighbours, and so are the ranks of
-one expert group and of one Engram group. Nothing here talks to a process.
+one expert group and of one Engram group. Ranks of equal context rank in one engine form a data
+group. With more Engram shards than attention ranks several engines share one set of tables. Nothing
+here talks to a process.
 """
 
 from __future__ import annotations
@@ -72,10 +74,46 @@ class Mesh:
         if problems:
             raise ConfigError("the parallel sizes do not fit together", problems)
 
+    @classmethod
+    def fit(cls, *, data: int = 0, context: int = 1, expert: int = 1, engram: int = 0) -> Mesh:
+        """Return a mesh with the sizes left at 0 filled in.
+
+        data    as many replicas as the expert group takes: expert // context, at least 1
+        engram  one shard for each attention rank
+        """
+        if data == 0:
+            data = max(1, expert // context) if context > 0 else 1
+        return cls(
+            data=data, context=context, expert=expert, engram=engram or max(1, data * context)
+        )
+
     @property
     def world(self) -> int:
         """The number of ranks."""
         return max(self.data * self.context, self.engram)
+
+    @property
+    def engine_size(self) -> int:
+        """The number of ranks that step together: data * context."""
+        return self.data * self.context
+
+    def data_group(self, rank: int) -> range:
+        """Return the ranks of the same engine and context rank, which vote on a step's kind."""
+        self._check(rank)
+        first = rank - rank % self.engine_size
+        return range(first + rank % self.context, first + self.engine_size, self.context)
+
+    def context_group(self, rank: int) -> range:
+        """Return the ranks that share a prompt's prefill with this one."""
+        return self._neighbours(rank, self.context)
+
+    def expert_group(self, rank: int) -> range:
+        """Return the ranks that share one copy of the experts with this one."""
+        return self._neighbours(rank, self.expert)
+
+    def engram_group(self, rank: int) -> range:
+        """Return the ranks that share one copy of the Engram tables with this one."""
+        return self._neighbours(rank, self.engram)
 
     def data_rank(self, rank: int) -> int:
         """Return which replica a rank belongs to."""
@@ -98,9 +136,9 @@ class Mesh:
         return rank % self.engram
 
     def expert_range(self, rank: int, num_experts: int) -> range:
-        """Return the logical experts that a rank holds before any rebalancing.
+        """Return the logical experts that a rank holds without redundant copies.
 
-        Raises ConfigError when `expert` does not divide their number.
+        Raises ConfigError when `expert` does not divide their number; `num_slots` rounds up.
         """
         place = self.expert_rank(rank)
         if num_experts % self.expert:
@@ -113,6 +151,17 @@ class Mesh:
     def engram_rows(self, rank: int, rows: int) -> range:
         """Return the rows of one Engram table that a rank holds."""
         return split_evenly(rows, self.engram, self.engram_rank(rank))
+
+    def engram_owner(self, row: int, rows: int) -> int:
+        """Return the place inside an Engram group that holds a row."""
+        if not 0 <= row < rows:
+            raise ConfigError(f"row {row} does not exist; the table has rows 0 to {rows - 1}")
+        return row // -(-rows // self.engram)
+
+    def _neighbours(self, rank: int, size: int) -> range:
+        """Return the aligned run of `size` ranks around a rank."""
+        self._check(rank)
+        return range(rank - rank % size, rank - rank % size + size)
 
     def _check(self, rank: int) -> None:
         """Raise ConfigError when there is no such rank."""
