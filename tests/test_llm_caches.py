@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -334,3 +335,36 @@ def test_a_grammar_goes_on(tmp_path: Path) -> None:
     with llm() as other:
         resumed = finish(other, other.resume(State.load(tmp_path / "state")))
         assert outcome([resumed]) == outcome([whole])
+
+
+def test_grammars_under_replay() -> None:
+    """Shapes hold, and both modes give the same, with chunks, reuse, drafts and preemptions."""
+    pytest.importorskip("llguidance")
+    shapes = [{"regex": "[a-d]{3}-[0-9]{6}"}, {"choice": ["yes it is", "no it is not"]}, None]
+    params = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=16, structured=shape)
+        for i, shape in enumerate(shapes)
+    ]
+    prompts = [ids(80, 190), ids(80, 150) + ids(81, 60), ids(82, 150)]
+    found = []
+    for settings in (
+        {"replay__mode": "mask"},
+        {
+            "replay__mode": "compact",
+            "scheduling__chunk_size": 70,
+            "cache__prefix": True,
+            "speculation__num_drafts": 5,
+        },
+        {
+            "replay__mode": "compact",
+            "scheduling__overlap": False,
+            "numerics__batch_invariant": False,
+            "cache__num_blocks": 14,
+        },
+    ):
+        with llm(**settings) as engine:
+            for _ in range(2 if "cache__prefix" in settings else 1):
+                found.append(outcome(engine.generate(prompts, params)))
+    assert all(one == found[0] for one in found)
+    assert re.fullmatch("[a-d]{3}-[0-9]{6}", str(found[0][0][2]))
+    assert found[0][1][2] in ("yes it is", "no it is not")
