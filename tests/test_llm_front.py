@@ -20,7 +20,7 @@ from deepinfer.bench.machine import peak_memory_bytes
 from deepinfer.engine.plan import StepPlan
 from deepinfer.engine.request import Completion, FinishReason, SamplingParams
 from deepinfer.errors import UnsupportedError
-from deepinfer.llm import LLM
+from deepinfer.llm import LLM, Progress
 
 LONG = SamplingParams(seed=3, max_tokens=30, ignore_eos=True)
 
@@ -257,3 +257,87 @@ def test_a_soak_of_the_model() -> None:
                     sizes.append(peak_memory_bytes())
         assert done == 1000 and llm.stats().blocks_used == 0
         assert sizes[-1] - sizes[3] < 32 * 2**20, sizes
+
+
+def test_what_a_progress_callback_submits_runs_along(llm: ToyLLM) -> None:
+    added: list[int] = []
+
+    def progress(state: Progress) -> None:
+        if len(added) < 3:
+            added.append(llm.submit([9, 9], PARAMS))
+
+    long = SamplingParams(seed=3, max_tokens=30, ignore_eos=True)
+    results = llm.generate([[5], [6]], long, progress=progress)
+    assert [list(r.token_ids) for r in results] == [expected([i], long) for i in (5, 6)]
+    others = finish(llm)
+    assert sorted(r.request_id for r in others) == added
+    assert all(list(r.token_ids) == expected([9, 9], PARAMS) for r in others)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_threads_submit_and_cancel_while_another_steps(overlap: bool) -> None:
+    """No request is lost or told twice, whenever a thread comes in."""
+    llm = ToyLLM(overlap=overlap)
+    ids: list[int] = []
+    failures: list[BaseException] = []
+
+    def user(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            for _ in range(40):
+                ids.append(llm.submit([rng.randrange(200)] * rng.randint(1, 20), PARAMS))
+                if rng.random() < 0.5:
+                    llm.cancel(rng.choice(ids))
+                llm.stats()
+        except BaseException as error:
+            failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=user, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        told = []
+        while llm.has_work or any(thread.is_alive() for thread in threads):
+            told += llm.step()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failures
+    assert sorted(r.request_id for r in told) == sorted(ids) == list(range(120))
+    for result in told:
+        if result.finish_reason != "abort":
+            assert list(result.token_ids) == expected(result.prompt_token_ids, PARAMS)
+    assert llm.stats().blocks_used == 0
+    llm.close()
+
+
+def test_close_from_another_thread_waits_for_the_step() -> None:
+    llm = ToyLLM()
+    for number in range(20):
+        llm.submit([5, number], PARAMS)
+    llm.step()
+    closer = threading.Thread(target=llm.close)
+    closer.start()
+    with pytest.raises(UnsupportedError, match="closed"):
+        while True:
+            llm.step()
+    closer.join()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_cannot_call_its_engine(overlap: bool) -> None:
+    """As a logits processor would; it is refused rather than waiting for itself."""
+    llm = ToyLLM(overlap=overlap)
+    refused: list[Exception] = []
+
+    def call(plan: StepPlan) -> None:
+        for meddle in (lambda: llm.cancel(0), lambda: llm.submit([5]), lambda: llm.step()):
+            with pytest.raises(UnsupportedError, match="logits processor") as caught:
+                meddle()
+            refused.append(caught.value)
+
+    llm.runner.hook = call
+    assert list(llm.generate([5], PARAMS)[0].token_ids) == expected([5], PARAMS)
+    assert refused
+    llm.close()

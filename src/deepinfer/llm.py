@@ -301,7 +301,12 @@ class LLM:
             log_interval_steps=config.log.interval_steps,
         )
         self._driver = EngineDriver()
-        self._turn = Turn()
+
+        def refuse_inside() -> None:
+            if executor.runs_here:  # it would wait for itself
+                raise UnsupportedError("a logits processor cannot call the engine that runs it")
+
+        self._turn = Turn(refuse_inside)
         self._next_id = 0
         self._in_generate = False
         self._live: dict[int, SamplingParams] = {}
@@ -332,8 +337,9 @@ class LLM:
         prompts          a text, a run of token ids, or a list of these (lists or integer arrays)
         sampling_params  one for all, or one for each; one `seed` is kept for each, no seed draws a
                          fresh one for each
-        progress         called after every step; what it raises is logged. It may submit and cancel,
-                         as other threads may: what they submit runs along, for `step` to return
+        progress         called after every step; what it raises is logged. It may submit and
+                         cancel, as other threads may: what they submit runs along, for `step` to
+                         return
         A prompt that cannot run has a completion with `error` set, and the others run. Raises
         RequestError when the arguments as a whole do not fit together, and Interrupted on Ctrl-C.
         """

@@ -24,6 +24,7 @@ class EngineDriver:
         self._pool: ThreadPoolExecutor | None = None
         self._thread: int | None = None
         self._num_active = 0
+        self._guard = threading.Lock()
 
     @property
     def holds(self) -> bool:
@@ -39,8 +40,9 @@ class EngineDriver:
         Leaving early closes the generator.
         """
         loop = asyncio.get_running_loop()
-        pool = self._open()
-        self._num_active += 1
+        with self._guard:
+            pool = self._open()
+            self._num_active += 1
         source: list[Generator[T, None, None]] = []
 
         def advance() -> list[T]:
@@ -49,9 +51,12 @@ class EngineDriver:
             return [item for item in [next(source[0], None)] if item is not None]
 
         def close() -> None:
-            self._num_active -= 1
-            for generator in source:
-                generator.close()
+            try:
+                for generator in source:
+                    generator.close()
+            finally:
+                with self._guard:
+                    self._num_active -= 1
 
         try:
             while found := await loop.run_in_executor(pool, advance):

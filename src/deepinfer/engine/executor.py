@@ -76,6 +76,11 @@ class Executor(Protocol):
         """Time the device side has been at work."""
         ...
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is inside a step."""
+        ...
+
     def stop(self) -> None:
         """Let everything go. Any number of calls does the same as one."""
         ...
@@ -105,6 +110,7 @@ class InProcessExecutor:
         self._runner: StepRunner | None = runner
         self._queue: DeviceQueue = queue if queue is not None else InlineQueue()
         self._failed: str | None = None  # touched on the queue only
+        self._thread: int | None = None  # the one that is inside a step
 
     def start(self) -> None:
         """Do nothing: the runner was built ready."""
@@ -113,6 +119,11 @@ class InProcessExecutor:
     def busy_s(self) -> float:
         """Time the device side has been at work."""
         return self._queue.busy_s
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is inside a step."""
+        return self._thread == threading.get_ident()
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Enqueue a step on the runner."""
@@ -124,6 +135,7 @@ class InProcessExecutor:
             if self._failed is not None:
                 raise StepFailed(self._failed)
             begin_s = time.perf_counter()
+            self._thread = threading.get_ident()
             try:
                 result = runner.run(plan, mailbox.take)
             except BaseException as error:
@@ -132,6 +144,8 @@ class InProcessExecutor:
                 if not isinstance(error, Exception):  # Ctrl-C while the step ran in this thread
                     raise
                 raise StepFailed(told, _is_out_of_memory(error)) from error
+            finally:
+                self._thread = None
             return StepResult(result.step_id, result.rows, time.perf_counter() - begin_s)
 
         return _LaunchedStep(self._queue.submit(step), mailbox)

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 __all__ = ["Turn"]
 
 
 class Turn:
-    """A context manager; a thread that is inside may enter again."""
+    """A context manager; a thread that is inside may enter again.
 
-    def __init__(self) -> None:
+    check  called before every wait; raises where waiting would never end
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
         self._guard = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._owner: int | None = None
@@ -25,6 +30,7 @@ class Turn:
 
     def __enter__(self) -> None:
         """Wait for the turn."""
+        self._check()
         me = threading.get_ident()
         if self._owner == me:
             self._depth += 1
