@@ -196,3 +196,12 @@ def test_absent_and_damaged_files(
     (folder / "tokenizer.json").write_bytes(b"\xff\xfe")
     with pytest.raises(TokenizerError, match="not a valid"):
         Tokenizer.load(folder, config)
+
+
+@given(text=st.text(max_size=200) | st.text("x ", max_size=400))
+def test_a_text_has_at_least_so_many_tokens(text: str) -> None:
+    assert TOKENIZER.least_tokens(text) <= len(TOKENIZER.encode_plain(text))
+
+
+def test_long_texts_have_many_tokens() -> None:
+    assert TOKENIZER.least_tokens("x" * 2**20) > 2048

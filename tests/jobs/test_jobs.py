@@ -336,6 +336,25 @@ def test_a_mistake_of_ours_costs_its_row_only(
     assert "Traceback" in caplog.text
 
 
+def test_texts_far_too_long_are_refused_before_they_are_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(type(CONTEXT.tokenizer), "encode", encode)
+    text = "x" * 2**20
+    user = {"role": "user", "content": text}
+    off = {"type": "disabled"}
+    rows: Rows = [{"prompt": text}, {"messages": [user]}]
+    rows += [{"url": "/v1/completions", "body": {"prompt": text}}]
+    rows += [{"url": "/v1/chat/completions", "body": {"messages": [user], "thinking": off}}]
+    totals = run(write(tmp_path / "in", rows), tmp_path / "out")
+    assert totals.failed == 4
+    for record in read(tmp_path / "out"):
+        assert "tokens, and the context holds 2048" in record["error"]["message"]
+
+
 def test_messages_of_errors_are_bounded(tmp_path: Path) -> None:
     run(write(tmp_path / "in", [{"prompt": [5], "max_tokens": "9" * 10**5}]), tmp_path / "out")
     (record,) = read(tmp_path / "out")

@@ -19,6 +19,7 @@ __all__ = [
     "encode_conversation",
     "encode_prompt",
     "refuse_images",
+    "refuse_long",
     "render_conversation",
 ]
 
@@ -64,8 +65,25 @@ def refuse_images(conversation: Conversation) -> None:
         )
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of a rendered prompt. Raises TokenizerError as encode_conversation."""
+def refuse_long(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Raise RequestError for a text that cannot fit, before any work is spent on it."""
+    least = tokenizer.least_tokens(text)
+    if least > max_model_len:
+        raise RequestError(
+            f"the text has at least {least} tokens, and the context holds {max_model_len}: shorten "
+            "it"
+        )
+
+
+def encode_prompt(
+    prompt: Prompt, tokenizer: Tokenizer, max_model_len: int | None = None
+) -> list[int]:
+    """Return the token ids of a rendered prompt. Raises TokenizerError as encode_conversation.
+
+    max_model_len  refuses what cannot fit, with RequestError, as far as its size alone tells
+    """
+    if max_model_len is not None:
+        refuse_long(prompt.text, tokenizer, max_model_len)
     special = {piece.text for piece in prompt.pieces if piece.is_special}
     ids = {spelling: tokenizer.token_id(spelling) for spelling in special}
     missing = sorted(spelling for spelling, token_id in ids.items() if token_id is None)

@@ -120,6 +120,14 @@ class Tokenizer:
         """
         return _encode(self._plain, text, False)
 
+    def least_tokens(self, text: str) -> int:
+        """Return how many ids a text has at least, by its size; 0 when that cannot be told.
+
+        Encoding is slow and takes 200 bytes of memory for each of the text: this is how to refuse
+        what is far too long.
+        """
+        return -(-len(text.encode("utf-8", "replace")) // self._longest) if self._longest else 0
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids. Bytes that are no UTF-8 become U+FFFD, as one unit per run that
         could have begun a character; ids outside the vocabulary have no text.
@@ -165,6 +173,13 @@ class Tokenizer:
         if self._byte_level and all(c in _BYTES for c in token):
             return bytes(_BYTES[c] for c in token)
         return token.encode()
+
+    @cached_property
+    def _longest(self) -> int:
+        """The bytes of the longest token; 0 where text may vanish on the way to ids."""
+        if not self._byte_level or self._raw.normalizer is not None:
+            return 0
+        return max(len(token.encode()) for token in self._raw.get_vocab(with_added_tokens=True))
 
     @cached_property
     def _plain(self) -> RawTokenizer:

@@ -263,7 +263,7 @@ def make_turn(
     )
     refuse_images(conversation)
     prompt = render_conversation(conversation, options.renderer)
-    ids = encode_prompt(prompt, tokenizer)
+    ids = encode_prompt(prompt, tokenizer, max_model_len)
     if params is None:
         limit = default_max_tokens(conversation.thinking, conversation.effort)
         params = SamplingParams(max_tokens=max(1, min(limit, max_model_len - len(ids))))

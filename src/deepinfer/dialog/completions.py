@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
+from deepinfer.chat.encode import refuse_long
 from deepinfer.chat.protocol import ProtocolEvent
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.dialog.samples import raise_failure, sample_params
@@ -48,7 +49,7 @@ class CompletionsRequest:
     ) -> CompletionsRequest:
         """Convert a body. Raises ProtocolError."""
         found = _read(body)
-        prompts = _prompts(found.get("prompt"), tokenizer)
+        prompts = _prompts(found.get("prompt"), tokenizer, max_model_len)
         n = found.get("n") or 1
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= _MAX_SAMPLES:
             raise ProtocolError(f"n must be an integer from 1 to {_MAX_SAMPLES}, not {n!r}")
@@ -202,7 +203,7 @@ def _read(body: bytes | str | Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _prompts(given: object, tokenizer: Tokenizer) -> list[list[int]]:
+def _prompts(given: object, tokenizer: Tokenizer, max_model_len: int) -> list[list[int]]:
     """Return the ids of one or several prompts, texts or ids."""
     entries: list[object] = given if isinstance(given, list) else [given]
     if isinstance(given, list) and given and all(type(i) is int for i in given):
@@ -211,8 +212,9 @@ def _prompts(given: object, tokenizer: Tokenizer) -> list[list[int]]:
     for entry in entries:
         if isinstance(entry, str) and entry:
             try:
+                refuse_long(entry, tokenizer, max_model_len)
                 found.append(tokenizer.encode(entry))
-            except TokenizerError as error:
+            except (RequestError, TokenizerError) as error:
                 raise ProtocolError(str(error)) from None
         elif isinstance(entry, list) and entry and all(type(i) is int for i in entry):
             found.append(entry)

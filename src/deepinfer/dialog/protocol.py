@@ -120,7 +120,7 @@ class ChatRequest:
     ) -> ChatRequest:
         """Encode the prompt and settle the parameters. Raises ProtocolError."""
         try:
-            ids = encode_prompt(request.prompt, tokenizer)
+            ids = encode_prompt(request.prompt, tokenizer, max_model_len)
             params = _params(request, tokenizer, len(ids), max_model_len)
         except ProtocolError:
             raise

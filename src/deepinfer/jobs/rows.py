@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from deepinfer.chat.encode import refuse_long
 from deepinfer.chat.messages import ResponseFormat, to_mapping
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.dialog.chat import ChatOptions, default_max_tokens, make_turn, read_completion
@@ -185,6 +186,8 @@ def _plain(row: Row, content: dict[str, Any], context: Context) -> Work:
     """Read a prompt, text or ids."""
     params, n = _sampling(content, context, {"prompt"})
     encode = context.tokenizer.encode if context.tokenizer is not None else None
+    if context.tokenizer is not None and isinstance(content["prompt"], str):
+        refuse_long(content["prompt"], context.tokenizer, context.max_model_len)
     ids = check_prompt(content["prompt"], context.vocab_size, encode)
     if isinstance(ids, BadPrompt):
         raise RequestError(ids.error)
@@ -269,6 +272,8 @@ def _completion(completion: Completion) -> Record:
         found["top_logprobs"] = [[list(p) for p in step] for step in completion.top_logprobs]
     if completion.prompt_logprobs is not None:
         found["prompt_logprobs"] = list(completion.prompt_logprobs)
+    if completion.drafts is not None:
+        found["drafts"] = completion.drafts.to_json()
     return found
 
 
