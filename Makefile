@@ -59,7 +59,7 @@ test: $(DEV) ## the CPU tests
 	$(BIN)/python -m pytest -n auto -q -m "cpu and not slow"
 
 walks: $(DEV) ## 10,000 random walks for each grammar library and family of shapes
-	$(BIN)/python -m pytest -n auto -q -m slow tests/grammar/test_walks.py
+	$(BIN)/python -m tests.grammar.walks --out benchmarks/walks.jsonl
 
 SUITE := $(VENV)/jsonschema-4.26.0
 $(SUITE): | $(DEV)

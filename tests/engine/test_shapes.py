@@ -158,6 +158,24 @@ def test_an_output_that_only_approximates_ends_with_an_error() -> None:
     assert "rule /uniqueItems" in str(found.error) and found.text
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_stop_string_within_a_shape_is_no_success(drafts: int) -> None:
+    shapes = [Structured(regex="[ab]{3}END"), Structured(ebnf='root ::= "x" root? "y"')]
+    shapes.append(Structured(regex="[ab]{3}"))
+    stops = ["END", "y", "c"]
+    params = [
+        SamplingParams(max_tokens=40, seed=1, structured=shape, stop=stop)
+        for shape, stop in zip(shapes, stops, strict=True)
+    ]
+    config = {"cache.num_blocks": 40, "scheduling.max_model_len": 128}
+    with LLM("golden", "cpu", {**config, "speculation.num_drafts": drafts}) as llm:
+        *cut, whole = llm.generate([[0, 5]] * 3, params)
+    for found in cut:
+        assert found.finish_reason is FinishReason.STRUCTURED_OUTPUT_ERROR
+        assert "a stop string ended the output" in str(found.error)
+    assert whole.finish_reason is FinishReason.STOP and len(whole.text or "") == 3
+
+
 def test_streamed_output_is_the_same() -> None:
     params = SamplingParams(max_tokens=48, temperature=1.0, seed=1, structured=SHAPES[1])
     with LLM("golden", "cpu", {"cache.num_blocks": 40, "scheduling.max_model_len": 128}) as llm:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepinfer import Structured
+from deepinfer.grammar.formats import PATTERNS as PATTERNS_OF_FORMATS
 
 __all__ = ["FAMILIES"]
 
@@ -86,11 +87,11 @@ def recursive(rng: random.Random) -> Structured:
     return Structured(json={"$ref": "#/$defs/n", "$defs": {"n": node}})
 
 
-def approximated(rng: random.Random) -> Structured:
-    """Return a schema whose grammar lets some violations through."""
-    schema = object_(rng, 1)
-    schema["minProperties"] = 1
-    return Structured(json=schema)
+def formats(rng: random.Random) -> Structured:
+    """Return a schema of texts in formats."""
+    names = rng.sample(sorted(PATTERNS_OF_FORMATS), 2)
+    texts = [{"type": "string", "format": name} for name in names]
+    return Structured(json={"type": "array", "prefixItems": texts, "items": False, "minItems": 1})
 
 
 def ebnf(rng: random.Random) -> Structured:
@@ -107,6 +108,7 @@ FAMILIES: dict[str, Callable[[random.Random], Structured]] = {
     "arrays": lambda rng: Structured(json=array(rng, 1)),
     "objects": lambda rng: Structured(json=object_(rng, 2)),
     "unions": lambda rng: Structured(json=union(rng, 1)),
+    "formats": formats,
     "recursive": recursive,
     "anything": lambda rng: Structured(json=True),
     "patterns": lambda rng: Structured(regex="".join(rng.sample(UNANCHORED, 2))),

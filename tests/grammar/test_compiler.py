@@ -11,8 +11,8 @@ from tests.grammar.helpers import END, vocabulary
 from deepinfer import Structured
 from deepinfer.config.engine import GrammarConfig
 from deepinfer.errors import UnsupportedError
-from deepinfer.grammar import llguidance, xgrammar
-from deepinfer.grammar.backend import BackendError, Compiled, Program
+from deepinfer.grammar import compiler, llguidance, xgrammar
+from deepinfer.grammar.backend import BackendError, Compiled, Program, Vocabulary
 from deepinfer.grammar.compiler import GrammarService
 from deepinfer.grammar.matcher import Matcher
 from deepinfer.grammar.schema import Loosened
@@ -104,6 +104,36 @@ def test_a_compilation_that_takes_too_long_is_given_up() -> None:
     told = wait(service, Structured(regex="a"))
     assert "not compiled within 0.05 s" in str(told) and "grammar.compile_timeout_s" in str(told)
     slow.go.set()
+    service.close()
+
+
+def test_loading_a_library_does_not_count_as_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(config: GrammarConfig, words: Vocabulary) -> Slow:
+        time.sleep(0.3)
+        return Slow()
+
+    monkeypatch.setattr(compiler, "make_backend", load)
+    service = GrammarService(GrammarConfig(compile_timeout_s=0.2, threads=2), vocabulary)
+    gates = [service.gate(Structured(regex=letter), (END,)) for letter in "ab"]
+    until = time.monotonic() + 10
+    while any(gate.poll() is None for gate in gates) and time.monotonic() < until:
+        time.sleep(0.001)
+    assert all(isinstance(gate.poll(), Matcher) for gate in gates)
+    service.close()
+
+
+def test_a_shape_that_overran_is_not_compiled_again_while_it_still_runs() -> None:
+    slow = Slow()
+    slow.go.clear()
+    service = make(slow, compile_timeout_s=0.05, threads=1)
+    for _ in range(5):
+        assert "not compiled within" in str(wait(service, Structured(regex="a")))
+    slow.go.set()
+    until = time.monotonic() + 10
+    while not service.num_bytes and time.monotonic() < until:
+        time.sleep(0.001)
+    assert isinstance(wait(service, Structured(regex="a")), Matcher)
+    assert len(slow.compiled) == 1
     service.close()
 
 

@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.grammar.helpers import BACKENDS, END, PIECES, legal, matcher, vocabulary, walk
+from tests.grammar.helpers import (
+    BACKENDS,
+    END,
+    PIECES,
+    legal,
+    matcher,
+    service,
+    vocabulary,
+    walk,
+)
 
 from deepinfer import Structured
-from deepinfer.grammar.backend import bit_words
+from deepinfer.config.engine import GrammarConfig
+from deepinfer.grammar.backend import DEAD_END, Vocabulary, bit_words
+from deepinfer.grammar.compiler import GrammarService
 from deepinfer.grammar.matcher import Matcher, fill_rows
 
 A, B, C, ONE = ord("a"), ord("b"), ord("c"), ord("1")
@@ -217,3 +228,90 @@ def test_a_dead_end_is_a_problem_of_its_request_only(backend: str) -> None:
 
 def test_a_walk_ends_in_a_text_of_the_shape() -> None:
     assert walk(matcher("llguidance", Structured(choice=["abc"])), random.Random(1)) == "abc"
+
+
+class Failing:
+    """A position that fails in one of its methods."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def _do(self, name: str, value: bool) -> bool:
+        if self.where == name:
+            raise ValueError(f"broken in {name}")
+        return value
+
+    def accept(self, token_id: int) -> bool:
+        return self._do("accept", True)
+
+    def rollback(self, count: int) -> None:
+        self._do("rollback", True)
+
+    def is_complete(self) -> bool:
+        return self._do("is_complete", True)
+
+    def is_stopped(self) -> bool:
+        return self._do("is_stopped", False)
+
+    def start(self) -> Failing:
+        return self
+
+    num_bytes = 0
+
+
+@pytest.mark.parametrize("where", ["accept", "rollback", "is_complete", "is_stopped"])
+def test_whatever_a_library_throws_breaks_one_matcher_and_no_step(where: str) -> None:
+    backend = service("llguidance").backend
+    at = Matcher(backend, Failing(where), vocabulary(), (END,))
+    taken = at.try_drafts([A, B])
+    at.accept(A)
+    at.is_finished()
+    at.rollback(taken)
+    assert taken == (0 if where == "accept" else 2)
+    if where == "rollback":  # it has started anew
+        assert at.problem is None and at.accept(A)
+    else:
+        assert at.problem == f"broken in {where}" and not at.accept(A)
+    if where == "is_complete":
+        assert at.check() == "the output could not be checked: ValueError: broken in is_complete"
+
+
+def test_a_last_word_that_fails_is_an_error_of_the_output() -> None:
+    def fail(text: str) -> str | None:
+        raise RuntimeError("no word")
+
+    backend = service("llguidance").backend
+    at = Matcher(backend, Failing(""), vocabulary(), (END,), last_word=fail)
+    assert at.check() == "the output could not be checked: RuntimeError: no word"
+
+
+@both
+def test_a_dead_end_behind_drafts_is_left_again(backend: str) -> None:
+    few = Vocabulary((b"a", b"b", b"c", b""), 3)
+    own = GrammarService(GrammarConfig(backend=backend, threads=1), lambda: few)
+    prepared, compiled = own.compile(Structured(regex="c(a|bxc)"))
+    at = Matcher(own.backend, compiled, few, (3,), last_word=prepared.last_word)
+    assert at.accept(2)
+    at.try_drafts([1])
+    row = np.zeros(1, np.uint32)
+    at.fill(row)
+    assert at.problem == DEAD_END
+    at.rollback(1)
+    assert at.problem is None and at.accept(0) and at.is_finished() and at.check() is None
+
+
+def test_states_that_run_out_end_one_request() -> None:
+    """Also behind drafts, where the library cannot even step back."""
+    own = GrammarService(GrammarConfig(threads=1, max_states=300), vocabulary)
+    prepared, compiled = own.compile(Structured(regex="(a|b)*a(a|b){40}c"))
+    rng = random.Random(1)
+    at = Matcher(own.backend, compiled, vocabulary(), (END,), last_word=prepared.last_word)
+    for _ in range(400):
+        drafts = [rng.choice([A, B]) for _ in range(3)]
+        taken = at.try_drafts(drafts)
+        fill_rows([(at, 0)], np.zeros((1, bit_words(NUM_IDS)), np.uint32))
+        at.rollback(taken)
+        if at.problem or not at.accept(drafts[0]):
+            break
+    assert at.problem and "more states than grammar.max_states" in at.problem
+    assert not at.accept(A)

@@ -8,7 +8,7 @@ stop string, `max_tokens` or the model's length. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,9 @@ class Gate(Protocol):
         ...
 
 
+_CUT: Final = "a stop string ended the output, and left out a part of its shape"
+
+
 def commit(sequence: Sequence, row: RowResult, now_s: float) -> int:
     """Append a step's tokens until one ends the request; return how many were kept.
 
@@ -81,9 +84,9 @@ def commit(sequence: Sequence, row: RowResult, now_s: float) -> int:
             sequence.finish(FinishReason.STRUCTURED_OUTPUT_ERROR, now_s, told)
             break
         token_ids.append(token_id)
-        ends = ends or (sequence.text is not None and sequence.text.push(token_id))
-        if ends or (matcher is not None and matcher.is_finished()):
-            wrong = None if matcher is None else matcher.check()
+        cut = not ends and sequence.text is not None and sequence.text.push(token_id)
+        if ends or cut or (matcher is not None and matcher.is_finished()):
+            wrong = None if matcher is None else _CUT if cut else matcher.check()
             reason = FinishReason.STOP if wrong is None else FinishReason.STRUCTURED_OUTPUT_ERROR
             sequence.finish(reason, now_s, wrong)
         elif len(token_ids) >= sequence.limit:

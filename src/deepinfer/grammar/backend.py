@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,19 @@ from numpy.typing import NDArray
 from deepinfer.grammar.nodes import Rules
 from deepinfer.grammar.schema import Loosened
 
-__all__ = ["Backend", "BackendError", "Compiled", "Position", "Program", "Vocabulary", "bit_words"]
+__all__ = [
+    "DEAD_END",
+    "Backend",
+    "BackendError",
+    "Compiled",
+    "Position",
+    "Program",
+    "Vocabulary",
+    "bit_words",
+]
 
 Bits = NDArray[np.uint32]
+DEAD_END: Final = "no token of this vocabulary can continue the output"
 
 
 class BackendError(Exception):

@@ -41,15 +41,18 @@ def _threads(config: GrammarConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    prepared: Prepared
     compiled: Compiled
+    last_word: Callable[[str], str | None]
+    num_bytes: int
 
 
 class _Job:
     """One compilation, shared by all that ask for it."""
 
     def __init__(self) -> None:
+        self.is_taken = False
         self.started_s: float | None = None
+        self.is_given_up = False
         self.future: Future[_Ready | str] = Future()
 
 
@@ -127,7 +130,7 @@ class GrammarService:
                 end_ids,
                 shape.trigger_ids,
                 shape.bound_id,
-                found.prepared.last_word,
+                found.last_word,
             )
 
         def poll() -> Matcher | str | None:
@@ -165,17 +168,18 @@ class GrammarService:
     def _give_up(self, key: Structured, job: _Job) -> None:
         """Leave a compilation that overran to its thread, and the others to new threads.
 
-        A library cannot be stopped; what waited behind it must not wait for it.
+        A library cannot be stopped; what waited behind it must not wait for it. Whoever asks for
+        the shape again while it runs is told at once, and gets it once it is there.
         """
         with self._lock:
-            if self._jobs.get(key) is not job:
+            if job.is_given_up or self._jobs.get(key) is not job:
                 return
-            del self._jobs[key]
+            job.is_given_up = True
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
                 self._pool = None
             for other_key, other in self._jobs.items():
-                if other.started_s is None:
+                if not other.is_taken:
                     self._executor().submit(self._run, other_key, other)
 
     def _executor(self) -> ThreadPoolExecutor:
@@ -185,12 +189,16 @@ class GrammarService:
 
     def _run(self, key: Structured, job: _Job) -> None:
         with self._lock:
-            if job.started_s is not None:
+            if job.is_taken:
                 return
-            job.started_s = time.monotonic()
+            job.is_taken = True
         result: _Ready | str
         try:
-            result = _Ready(*self.compile(key))
+            _ = self.backend  # loading a library takes seconds, which are not the shape's
+            job.started_s = time.monotonic()
+            prepared, compiled = self.compile(key)
+            cost = compiled.num_bytes + prepared.num_bytes
+            result = _Ready(compiled, prepared.last_word, cost)
         except DeepInferError as error:
             result = str(error)
         except Exception as error:  # whatever a library throws is this request's problem only
@@ -205,7 +213,7 @@ class GrammarService:
     def _keep(self, key: Structured, ready: _Ready) -> None:
         """Keep what was compiled, and drop what was used longest ago beyond the limit."""
         self._kept[key] = ready
-        self._num_bytes += ready.compiled.num_bytes
+        self._num_bytes += ready.num_bytes
         while self._num_bytes > self.config.cache_bytes and self._kept:
             _, dropped = self._kept.popitem(last=False)
-            self._num_bytes -= dropped.compiled.num_bytes
+            self._num_bytes -= dropped.num_bytes

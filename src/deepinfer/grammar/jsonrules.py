@@ -227,8 +227,11 @@ class _Builder:
 
     def _plain(self, schema: Plain) -> Node:
         if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return alt(*(self._literal(v) for v in values if self._satisfies(schema, v)))
+            # Whether a value of an enumeration is in it need not be asked: it may be a long one.
+            listed = "const" if "const" in schema else "enum"
+            values = schema[listed] if listed == "enum" else [schema[listed]]
+            rest = {key: value for key, value in schema.items() if key != listed}
+            return alt(*(self._literal(v) for v in values if self._satisfies(rest, v)))
         kinds = schema.get("type", _TYPES)
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         if "number" in kinds and "integer" in kinds:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from deepinfer.errors import UnsupportedError
 from deepinfer.grammar.backend import (
+    DEAD_END,
     BackendError,
     Bits,
     Compiled,
@@ -144,7 +145,10 @@ class _Position:
 
     def accept(self, token_id: int) -> bool:
         """Move over an id."""
-        return bool(self.matcher.try_consume_tokens([token_id]) == 1)
+        taken: int = self.matcher.try_consume_tokens([token_id])
+        if not taken and self.matcher.is_error():
+            raise BackendError(_first_line(self.matcher.get_error()))
+        return taken == 1
 
     def rollback(self, count: int) -> None:
         """Move back."""
@@ -167,6 +171,10 @@ def _matcher(position: Position) -> Any:
 
 def _first_line(text: str) -> str:
     """Return what an error says, without the place in the text that we generated."""
+    if "NoExtensionBias" in text:
+        return DEAD_END
+    if "too many states" in text:
+        return "the library needs more states than grammar.max_states: simplify it, or raise that"
     line = next((line.strip() for line in text.splitlines() if line.strip()), "unknown error")
     return re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line)
 

@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from deepinfer.grammar.backend import Backend, BackendError, Bits, Compiled, Vocabulary
+from deepinfer.grammar.backend import (
+    DEAD_END,
+    Backend,
+    BackendError,
+    Bits,
+    Compiled,
+    Vocabulary,
+)
 
 __all__ = ["Matcher", "fill_rows"]
 
@@ -37,6 +44,7 @@ class Matcher:
     ) -> None:
         self.backend = backend
         self._vocabulary = vocabulary
+        self._compiled = compiled
         self._position = compiled.start()
         self._ends = frozenset(end_ids)
         self._end_words = [(i // 32, np.uint32(1 << i % 32)) for i in sorted(self._ends)]
@@ -48,6 +56,7 @@ class Matcher:
         self._forced = False
         self._history: list[tuple[int, bool]] = []  # what the two were before each accepted id
         self._ids: list[int] = []  # accepted since the switch
+        self._is_broken = False
         self.problem: str | None = None
 
     @property
@@ -62,6 +71,8 @@ class Matcher:
 
     def accept(self, token_id: int) -> bool:
         """Take a generated id, which is no end; return False, and stay, when it is not legal."""
+        if self._is_broken:
+            return False
         before = (self._progress, self._forced)
         if self.is_free:
             if token_id in self._ends:
@@ -72,8 +83,8 @@ class Matcher:
         else:
             try:
                 legal = bool(self._piece(token_id)) and self._position.accept(token_id)
-            except BackendError as error:
-                self.problem = str(error)
+            except Exception as error:  # whatever a library throws ends this request only
+                self._break(error)
                 return False
             if not legal:
                 return False
@@ -83,7 +94,13 @@ class Matcher:
 
     def is_finished(self) -> bool:
         """Whether nothing but the end can follow."""
-        return not self.is_free and self._position.is_complete() and self._position.is_stopped()
+        if self.is_free or self._is_broken:
+            return False
+        try:
+            return self._position.is_complete() and self._position.is_stopped()
+        except Exception as error:
+            self._break(error)
+            return False
 
     def is_complete(self) -> bool:
         """Whether the output may end here."""
@@ -93,6 +110,9 @@ class Matcher:
         """Take drafts as far as they are legal and no end; return how many."""
         for count, draft in enumerate(drafts):
             if draft in self._ends or not self.accept(draft):
+                if self._is_broken:  # it is no token of the output yet
+                    self._is_broken, self.problem = False, None
+                    self._replay(self._ids)
                 return count
         return len(drafts)
 
@@ -102,8 +122,13 @@ class Matcher:
         for _ in range(count):
             constrained += self._history[-1][0] == len(self._trigger)
             self._progress, self._forced = self._history.pop()
+        if constrained and not self._is_broken:
+            self.problem = None  # a dead end behind drafts is left again
+            try:
+                self._position.rollback(constrained)
+            except Exception:  # a library that failed behind drafts starts anew
+                self._replay(self._ids[:-constrained])
         if constrained:
-            self._position.rollback(constrained)
             del self._ids[-constrained:]
 
     def fill(self, bits: Bits) -> bool:
@@ -134,7 +159,7 @@ class Matcher:
         for word, bit in self._end_words:
             row[word] = row[word] | bit if complete else row[word] & ~bit
         if not row.any():
-            self.give_up(row, "no token of this vocabulary can continue the output")
+            self.give_up(row, DEAD_END)
 
     def give_up(self, row: Bits, problem: str) -> None:
         """Note a dead end. Every id is let through, so that the draw is defined; none is taken."""
@@ -145,13 +170,28 @@ class Matcher:
         """Return what is wrong with the constrained part of an output that has ended, or None."""
         if self.is_free:
             return "the output ended before the trigger"
-        if not self._position.is_complete():
-            return "the output ended before it was complete"
         try:
-            text = self._vocabulary.text(self._ids).decode()
+            if not self._position.is_complete():
+                return "the output ended before it was complete"
+            return self._last_word(self._vocabulary.text(self._ids).decode())
         except UnicodeDecodeError:
             return "the output is no UTF-8"
-        return self._last_word(text)
+        except Exception as error:
+            return f"the output could not be checked: {type(error).__name__}: {error}"
+
+    def _replay(self, token_ids: Sequence[int]) -> None:
+        """Go to where these ids lead, from the beginning."""
+        try:
+            self._position = self._compiled.start()
+            if not all(map(self._position.accept, token_ids)):
+                raise BackendError("the output could not be followed again")
+        except Exception as error:
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """Note that the library failed here: nothing is accepted from now on."""
+        self._is_broken = True
+        self.problem = str(error) or type(error).__name__
 
     def _piece(self, token_id: int) -> bytes:
         pieces = self._vocabulary.pieces
@@ -173,15 +213,14 @@ def fill_rows(work: Sequence[tuple[Matcher, int]], bits: Bits) -> None:
     backend = held[0][0].backend
     try:
         backend.fill([(m._position, row) for m, row in held], bits)
-    except BackendError as error:
+        for matcher, row in held:
+            matcher.finish_row(bits[row])
+    except Exception as error:  # whatever a library throws ends the requests at fault only
         if len(held) == 1:
-            held[0][0].give_up(bits[held[0][1]], str(error))
+            held[0][0].give_up(bits[held[0][1]], str(error) or type(error).__name__)
             return
-        for matcher, row in held:  # one by one, to find whose fault it is
-            fill_rows([(matcher, row)], bits)
-        return
-    for matcher, row in held:
-        matcher.finish_row(bits[row])
+        for one in held:  # one by one, to find whose fault it is
+            fill_rows([one], bits)
 
 
 def _fallback(trigger: tuple[int, ...]) -> tuple[int, ...]:

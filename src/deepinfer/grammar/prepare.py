@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Final
 
 from deepinfer.config.engine import GrammarConfig
 from deepinfer.errors import RequestError
@@ -20,17 +21,22 @@ from deepinfer.grammar.verdict import make_check, make_test
 
 __all__ = ["Prepared", "compile_shape", "prepare"]
 
+_BYTES_PER_STATE: Final = 500  # of an automaton and the nodes behind it
+_BYTES_PER_CHARACTER: Final = 20  # of a schema, parsed
+
 
 @dataclass(frozen=True)
 class Prepared:
     """A shape ready to be compiled.
 
     last_word  given a finished output, returns what is wrong with it, or None
+    num_bytes  what it costs to keep the last word, estimated
     """
 
     program: Program
     report: Report
     last_word: Callable[[str], str | None]
+    num_bytes: int
 
 
 def compile_shape(
@@ -81,7 +87,8 @@ def prepare(
         raise RequestError(f"structured {shape.kind} matches no text at all")
     program = Program(rules=rules, max_states=config.max_states)
     check = _one_of(shape.choices) if shape.choices else _membership(whole, shape.kind)
-    return Prepared(program, Report(), check)
+    kept = source_bytes if shape.choices or whole is None else size(whole) * _BYTES_PER_STATE
+    return Prepared(program, Report(), check, kept)
 
 
 def _rules(shape: Structured) -> Rules:
@@ -155,7 +162,8 @@ def _json(
         max_whitespace=config.max_whitespace,
         max_states=config.max_states,
     )
-    return Prepared(program, report, make_check(found.original, found.draft))
+    kept = len(shape.text) * _BYTES_PER_CHARACTER + found.num_states * _BYTES_PER_STATE
+    return Prepared(program, report, make_check(found.original, found.draft), kept)
 
 
 def _with_losses(report: Report, losses: list[Loss]) -> Report:

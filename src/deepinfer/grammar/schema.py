@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from deepinfer.config.fields import near_matches
 from deepinfer.errors import UnsupportedError
+from deepinfer.grammar.formats import PATTERNS
 from deepinfer.grammar.nodes import size
 from deepinfer.grammar.regex import PatternError, parse_regex
 from deepinfer.grammar.report import Finding, Report, Status
@@ -66,8 +67,7 @@ _REFUSED: Final[Mapping[str, str]] = {
     "$recursiveRef": "recursive references are not followed: use $ref",
     "$vocabulary": "a schema that changes what keywords mean is not followed",
 }
-_FORMATS: Final = frozenset("duration email hostname ipv4 ipv6 uri uuid".split())
-_DATES: Final = frozenset("date-time date time".split())
+_FORMATS: Final = frozenset("email hostname uri".split())  # left to a library
 _OTHERS: Final = frozenset(
     """
     $ref properties patternProperties additionalProperties items prefixItems anyOf oneOf allOf
@@ -82,6 +82,7 @@ PLACE: Final = "x-place"
 """The key under which a rewritten schema keeps the pointer to its original."""
 _MAX_DEPTH: Final = 100
 _MAX_PROBLEMS: Final = 10
+_MOST_BRANCHES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +105,16 @@ class Loosened:
 class Rewritten:
     """A schema in the small vocabulary.
 
-    schema    with `$defs` at its top where there are references
-    original  as it was given
+    schema      with `$defs` at its top where there are references
+    original    as it was given
+    num_states  characters of its patterns, repetitions written out
     """
 
     schema: Schema
     original: Schema
     draft: str
     report: Report
+    num_states: int
 
 
 def escape(part: object) -> str:
@@ -132,11 +135,13 @@ def rewrite(
     if not findings:
         findings += _meta_problems(document, draft)
     schema: Schema = True
+    num_states = 0
     if not findings:
         rewriter = _Rewriter(document, draft, closed, max_states, loosened or Loosened())
         schema = rewriter.run()
         findings = rewriter.findings
-    return Rewritten(schema, document, draft, Report(tuple(findings)))
+        num_states = rewriter.num_states
+    return Rewritten(schema, document, draft, Report(tuple(findings)), num_states)
 
 
 def _draft(document: Schema, findings: list[Finding]) -> str:
@@ -188,6 +193,7 @@ class _Rewriter:
         self._todo: list[tuple[str, dict[str, Any], _Frame]] = []
         self._in_place: dict[int, list[tuple[int, str]]] = {}
         self._num_schemas = 0
+        self.num_states = 0
         self.findings: list[Finding] = []
 
     def run(self) -> Schema:
@@ -319,7 +325,8 @@ class _Rewriter:
         except PatternError as error:
             self._note(frame, keyword, Status.REFUSED, str(error))
             return False
-        if size(node) > self._max_states:
+        self.num_states += size(node)
+        if self.num_states > self._max_states:
             note = f"larger than {self._max_states} characters with repetitions written out"
             self._note(frame, keyword, Status.REFUSED, f"{note} (grammar.max_states)")
             return False
@@ -328,13 +335,16 @@ class _Rewriter:
     def _on_format(
         self, value: str, schema: dict[str, Any], frame: _Frame, out: dict[str, Any]
     ) -> None:
-        if value in _FORMATS | _DATES and not self._loosened.formats:
-            out["format"] = value
-            if value in _FORMATS:
-                self._note(frame, "format", Status.ENFORCED)
+        pattern = PATTERNS.get(value)
+        if pattern is not None:
+            if "pattern" in schema:
+                out.setdefault("allOf", []).append({PLACE: frame.pointer, "pattern": pattern})
             else:
-                note = f"{value!r} is enforced up to the length of months and leap seconds"
-                self._note(frame, "format", Status.APPROXIMATED, note)
+                out["pattern"] = pattern
+            self._note(frame, "format", Status.ENFORCED)
+        elif value in _FORMATS and not self._loosened.formats:
+            out["format"] = value
+            self._note(frame, "format", Status.ENFORCED)
         else:
             note = f"{value!r} is not enforced, and not checked: a format is an annotation"
             self._note(frame, "format", Status.APPROXIMATED, note)
@@ -432,6 +442,8 @@ class _Rewriter:
 
     def _exclude(self, branches: list[Any], frame: _Frame) -> bool:
         """Tell whether no value satisfies two of the branches, as far as is easily seen."""
+        if len(branches) > _MOST_BRANCHES:
+            return False
         seen = [self._resolved(branch, frame) for branch in branches]
         return all(_disjoint(a, b) for a, b in combinations(seen, 2))
 
@@ -507,7 +519,9 @@ class _Rewriter:
                 for target, pointer in edges:
                     if state.get(target) == 1 and any(n == target for n, _ in stack):
                         note = "a cycle of references that never reaches a value"
-                        self.findings.append(Finding(pointer, "$ref", Status.REFUSED, note))
+                        finding = Finding(pointer, "$ref", Status.REFUSED, note)
+                        if finding not in self.findings:
+                            self.findings.append(finding)
                     elif target not in state:
                         state[target] = 1
                         stack.append((target, iter(self._in_place.get(target, ()))))

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 from json import loads
+from math import isinf
 from typing import Any
 
 from deepinfer.errors import UnsupportedError
+from deepinfer.grammar.formats import PATTERNS
 from deepinfer.grammar.nodes import Automaton
 from deepinfer.grammar.regex import parse_regex
 from deepinfer.grammar.schema import DRAFTS
@@ -98,56 +100,73 @@ def _refuse(name: str) -> object:
     raise ValueError(f"{name} is no JSON")
 
 
-@lru_cache(maxsize=1024)
-def _automaton(pattern: str) -> Automaton:
-    return Automaton(parse_regex(pattern, whole=False))
-
-
 def _validator(schema: dict[str, Any] | bool, draft: str) -> Any:
     import referencing
 
-    library = _library()
-    base = _base(draft)
-    cls = library.validators.extend(
-        base,
+    words = _Words()
+    cls = _library().validators.extend(
+        _base(draft),
         {
-            "pattern": _pattern,
-            "patternProperties": _pattern_properties,
-            "additionalProperties": _additional_properties,
+            "pattern": words.pattern,
+            "patternProperties": words.pattern_properties,
+            "additionalProperties": words.additional_properties,
             "multipleOf": _multiple_of,
+            "format": words.format,
         },
     )
     return cls(schema, registry=referencing.Registry())
 
 
-def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
-    if validator.is_type(instance, "string") and not _automaton(pattern).matches(instance):
-        yield _library().ValidationError(f"{instance!r} does not match {pattern!r}")
+class _Words:
+    """Keywords with patterns, whose automata are kept as long as the validator is."""
 
+    def __init__(self) -> None:
+        self._automata: dict[str, Automaton] = {}
 
-def _pattern_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    if not validator.is_type(instance, "object"):
-        return
-    for pattern, subschema in value.items():
+    def _matches(self, pattern: str, text: str) -> bool:
+        found = self._automata.get(pattern)
+        if found is None:
+            found = self._automata[pattern] = Automaton(parse_regex(pattern, whole=False))
+        return found.matches(text)
+
+    def pattern(self, validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
+        if validator.is_type(instance, "string") and not self._matches(pattern, instance):
+            yield _library().ValidationError(f"{instance!r} does not match {pattern!r}")
+
+    def format(self, validator: Any, name: str, instance: Any, schema: Any) -> Iterator[Any]:
+        pattern = PATTERNS.get(name)
+        if pattern is not None and validator.is_type(instance, "string"):
+            if not self._matches(pattern, instance):
+                yield _library().ValidationError(f"{instance!r} is no {name}")
+
+    def pattern_properties(
+        self, validator: Any, value: Any, instance: Any, schema: Any
+    ) -> Iterator[Any]:
+        if not validator.is_type(instance, "object"):
+            return
+        for pattern, subschema in value.items():
+            for key, item in instance.items():
+                if self._matches(pattern, key):
+                    yield from validator.descend(item, subschema, path=key, schema_path=pattern)
+
+    def additional_properties(
+        self, validator: Any, value: Any, instance: Any, schema: Any
+    ) -> Iterator[Any]:
+        if not validator.is_type(instance, "object"):
+            return
+        named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
         for key, item in instance.items():
-            if _automaton(pattern).matches(key):
-                yield from validator.descend(item, subschema, path=key, schema_path=pattern)
-
-
-def _additional_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    if not validator.is_type(instance, "object"):
-        return
-    named = schema.get("properties", {})
-    patterns = [_automaton(pattern) for pattern in schema.get("patternProperties", {})]
-    for key, item in instance.items():
-        if key not in named and not any(pattern.matches(key) for pattern in patterns):
-            if value is False:
-                yield _library().ValidationError(f"the property {key!r} is not allowed")
-            else:
-                yield from validator.descend(item, value, path=key)
+            if key not in named and not any(self._matches(p, key) for p in patterns):
+                if value is False:
+                    yield _library().ValidationError(f"the property {key!r} is not allowed")
+                else:
+                    yield from validator.descend(item, value, path=key)
 
 
 def _multiple_of(validator: Any, divisor: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    if validator.is_type(instance, "number"):
-        if (Fraction(str(instance)) / Fraction(str(divisor))).denominator != 1:
-            yield _library().ValidationError(f"{instance} is not a multiple of {divisor}")
+    if not validator.is_type(instance, "number"):
+        return
+    if isinstance(instance, float) and isinf(instance):
+        yield _library().ValidationError("a number is too large to be divided")
+    elif (Fraction(str(instance)) / Fraction(str(divisor))).denominator != 1:
+        yield _library().ValidationError(f"{instance} is not a multiple of {divisor}")
