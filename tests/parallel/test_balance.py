@@ -24,6 +24,7 @@ from deepinfer.parallel.balance import (
     plan_by_steps,
     plan_by_totals,
     rank_loads,
+    refine,
     token_keys,
 )
 
@@ -92,6 +93,26 @@ def test_plans_are_sound_and_depend_on_nothing_else(
         assert old == new
         assert old.digest == new.digest
     assert rank_loads(by_steps, loads).shape == (*loads.shape[:2], ranks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99), exchanges=st.integers(0, 5))
+def test_refine_moves_little_and_never_makes_it_worse(
+    problem: tuple[Ints, int, int, int], seed: int, exchanges: int
+) -> None:
+    loads, ranks, slots, _ = problem
+    now = plan_by_totals(skewed(seed, 1, *loads.shape[1:]), ranks, slots)
+    found = refine(now, loads, trust=8, exchanges=exchanges)
+    sound(found)
+    assert np.array_equal(found.counts, now.counts)
+    assert ((found.slots != now.slots).sum(axis=1) <= 2 * exchanges).all()
+    old, new = rank_loads(now, loads), rank_loads(found, loads)
+
+    def cost(at: Ints) -> Ints:
+        return np.asarray(at.max(axis=2).sum(axis=0) + at.sum(axis=0).max(axis=1))
+
+    assert (cost(new) <= cost(old)).all()
+    assert np.array_equal(old.sum(axis=2), new.sum(axis=2))
 
 
 @given(experts=st.integers(1, 40), ranks=st.integers(1, 12), wished=st.integers(0, 50))

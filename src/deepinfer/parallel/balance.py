@@ -35,6 +35,7 @@ __all__ = [
     "plan_by_steps",
     "plan_by_totals",
     "rank_loads",
+    "refine",
     "token_keys",
 ]
 
@@ -302,16 +303,46 @@ def plan_by_steps(
     """
     num_experts = loads.shape[2]
     _checked(num_experts, num_ranks, slots, 1)
-    if not 0 <= trust <= _SHRINK:
-        raise ConfigError(f"trust must be between 0 and {_SHRINK}, found {trust}")
     plans = []
     for layer in range(loads.shape[1]):
-        weights = loads[:, layer].astype(np.int64) * UNIT
-        mean = weights.sum(axis=0) // max(len(weights), 1)
-        weights = mean + (weights - mean) * trust // _SHRINK
+        weights = _weights(loads[:, layer], trust)
         counts = _copies_by_steps(weights, slots, num_ranks)
         plans.append(_ordered(_place(weights // counts, counts, num_ranks, exchanges)))
     return Placement(np.stack(plans), num_experts, num_ranks)
+
+
+def refine(
+    now: Placement, loads: NDArray[np.integer], *, trust: int = 4, exchanges: int = 8
+) -> Placement:
+    """Improve a placement by a few exchanges of experts between ranks, copies staying as many.
+
+    Moves at most two experts an exchange and layer where a plan made anew moves most of them; see
+    `plan_by_steps` for loads [S, layers, E] and `trust`. A layer where nothing helps stays as is.
+    """
+    layers = []
+    for layer, held in enumerate(now.by_rank):
+        each = _weights(loads[:, layer], trust) // now.counts[layer]
+        has = np.zeros((now.num_ranks, now.num_experts), bool)
+        np.put_along_axis(has, held.astype(np.int64), True, axis=1)
+        load = np.asarray(each[:, held].sum(axis=2).T, np.int64).copy()
+        before = has.copy()
+        for _ in range(exchanges):
+            if not _exchange(load, has, each):
+                break
+        row = held.copy()
+        for rank in np.nonzero((has != before).any(axis=1))[0].tolist():
+            row[rank, ~has[rank][row[rank]]] = np.nonzero(has[rank] & ~before[rank])[0]
+        layers.append(row.ravel())
+    return Placement(np.stack(layers), now.num_experts, now.num_ranks)
+
+
+def _weights(loads: NDArray[np.integer], trust: int) -> Ints:
+    """Return loads [S, E] of a layer in units, drawn towards their mean over the steps."""
+    if not 0 <= trust <= _SHRINK:
+        raise ConfigError(f"trust must be between 0 and {_SHRINK}, found {trust}")
+    weights = loads.astype(np.int64) * UNIT
+    mean = weights.sum(axis=0) // max(len(weights), 1)
+    return np.asarray(mean + (weights - mean) * trust // _SHRINK, np.int64)
 
 
 def _checked(num_experts: int, num_ranks: int, slots: int, nodes: int) -> int:
