@@ -26,12 +26,12 @@ from deepinfer.kernels.cache_io import PagedCache
 from deepinfer.kernels.expert_linear import Fp4Weight
 from deepinfer.kernels.hyper.cpu import MAX_STREAMS, Sinkhorn
 from deepinfer.kernels.linear import DenseWeight, Fp8Weight
-from deepinfer.kernels.quantize.cpu import Act8
+from deepinfer.kernels.quantize.cpu import Act8, round_into
 from deepinfer.kernels.router.reference import EPS
 from deepinfer.kernels.rows import ROW_BLOCK
 from deepinfer.kernels.workspace import FloatArray, Pair, largest, shared, total
 from deepinfer.model.fast.compressor import compress_step
-from deepinfer.model.fast.indexer import gather_selected, select
+from deepinfer.model.fast.indexer import choose, gather_selected, select_all
 from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import BlockWeights, HyperWeights
 
@@ -91,10 +91,12 @@ class FewBlock:
     bias: FloatArray
     w1_w3: tuple[Tensor, ...]
     w2: tuple[Tensor, ...]
+    index_wq_b: Tensor | None
+    index_weights: Tensor | None
 
     @classmethod
     def of(cls, block: BlockWeights, config: ModelConfig) -> FewBlock:
-        attention, moe = block.attention, block.moe
+        attention, moe, indexer = block.attention, block.moe, block.indexer
         return cls(
             hc_attn=_Hyper.of(block.hc_attn, config.hc_mult),
             hc_ffn=_Hyper.of(block.hc_ffn, config.hc_mult),
@@ -110,6 +112,8 @@ class FewBlock:
             bias=moe.bias.numpy(),
             w1_w3=_experts(moe.w1_w3, moe.shared_w1_w3),
             w2=_experts(moe.w2, moe.shared_w2),
+            index_wq_b=None if indexer is None else _transposed(indexer.wq_b),
+            index_weights=None if indexer is None else _transposed(indexer.weights_proj),
         )
 
 
@@ -225,6 +229,11 @@ class FewRows:
         self._low = Pair(rows, config.o_groups * config.o_lora_rank)
         self._low_groups = self._low.block.chunk(config.o_groups, dim=1)
         self._low8 = Act8(self._low)
+        self._index_q = Pair(rows, config.index_n_heads * config.index_head_dim)
+        self._index_rotated = _Turned(self._index_q, config.index_n_heads, config.qk_rope_head_dim)
+        self._index_weights = Pair(rows, config.index_n_heads)
+        factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+        self._index_factor = np.array(factor, dtype=np.float32)
         self._router = shared(rows, config.n_routed_experts)
         self._soft = shared(rows, config.n_routed_experts)
         self._experts = _Experts(config, rows)
@@ -342,8 +351,8 @@ class FewRows:
             x = self._x.half
             if block.compressor is not None:
                 compress_step(step, layer, block.compressor, x)
-            if block.indexer is not None:
-                select(step, layer, block.indexer, self._latent.half, x)
+            if block.indexer is not None and not select_all(step, layer):
+                self._select(step, layer, few)
             main_kv, main_idx = gather_selected(step, layer.kv_source, layer.index_source)
         assert cache.twice is not None and step.inputs.window_runs is not None
         self._heads[...] = attention_cpu.attend(
@@ -363,6 +372,21 @@ class FewRows:
         self._low.round()
         torch.mm(self._low8.run(), few.wo_b, out=self._y.block)
         self._y.round()
+
+    def _select(self, step: Step, layer: LayerConfig, few: FewBlock) -> None:
+        """`indexer.select` of self._latent, quantized for attention already, and self._x."""
+        assert few.index_wq_b is not None and few.index_weights is not None
+        torch.mm(self._latent8.block, few.index_wq_b, out=self._index_q.block)
+        self._index_q.round()
+        self._index_rotated.rotate(*self._turn[True])
+        round_into(self._index_q.half, "act4_e8", self._index_q.array)
+        weights = self._index_weights
+        torch.mm(self._x.block, few.index_weights, out=weights.block)
+        weights.round()
+        multiply(weights.array, self._index_factor, weights.array)
+        weights.round()
+        q = self._index_q.tensor.view(self.num_rows, self.config.index_n_heads, -1)
+        choose(step, layer, q, weights.tensor)
 
     def _store(self, cache: PagedCache) -> None:
         codes, scales, values = self._kv8.encode()

@@ -14,7 +14,7 @@ from deepinfer.model.fast.inputs import RatioInputs
 from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import IndexerWeights
 
-__all__ = ["select"]
+__all__ = ["choose", "select", "select_all"]
 
 
 def select(
@@ -25,25 +25,38 @@ def select(
     latent [T, rank] is the query latent shared with attention, x [T, C] the sublayer's input.
     Where everything visible fits nothing is scored.
     """
-    ops, config, inputs = step.ops, step.config, step.inputs
-    ratio = inputs.ratios[layer.ratio]
-    all_blocks = ratio.max_visible <= config.candidate_topk_blocks * config.candidate_block_size
-    if ratio.max_visible <= config.index_topk and (all_blocks or not layer.is_candidate_source):
-        count = torch.arange(config.index_topk, device=x.device)
-        topk = count.expand(inputs.num_rows, -1).masked_fill(count >= ratio.visible[:, None], -1)
-        if layer.is_candidate_source:
-            step.candidates = None  # nothing to filter
-            _note_all_blocks(step, ratio.visible, ratio.max_visible)
-        _keep(step, layer, topk)
+    if select_all(step, layer):
         return
+    ops, config = step.ops, step.config
     q = ops.fp8_linear(latent, weights.wq_b, step.numerics.quantize)
     q = torch.unflatten(q, -1, (config.index_n_heads, config.index_head_dim))
     cos, sin = step.rotation[True]
     q = step.act_quantized(ops.rotate_tail(q, cos, sin), "act4_e8")
     head_weight = ops.dense_linear(x, weights.weights_proj, x.dtype)
     factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-    head_weight = (head_weight.float() * factor).to(x.dtype)
+    choose(step, layer, q, (head_weight.float() * factor).to(x.dtype))
 
+
+def select_all(step: Step, layer: LayerConfig) -> bool:
+    """Select everything visible if it fits; returns whether it did."""
+    config, inputs = step.config, step.inputs
+    ratio = inputs.ratios[layer.ratio]
+    all_blocks = ratio.max_visible <= config.candidate_topk_blocks * config.candidate_block_size
+    if ratio.max_visible <= config.index_topk and (all_blocks or not layer.is_candidate_source):
+        count = torch.arange(config.index_topk, device=ratio.visible.device)
+        topk = count.expand(inputs.num_rows, -1).masked_fill(count >= ratio.visible[:, None], -1)
+        if layer.is_candidate_source:
+            step.candidates = None  # nothing to filter
+            _note_all_blocks(step, ratio.visible, ratio.max_visible)
+        _keep(step, layer, topk)
+        return True
+    return False
+
+
+def choose(step: Step, layer: LayerConfig, q: Tensor, head_weight: Tensor) -> None:
+    """Keep the best entries by queries q [T, H, D], quantized, and head_weight [T, H]."""
+    ops, config, inputs = step.ops, step.config, step.inputs
+    ratio = inputs.ratios[layer.ratio]
     source = max(i for i in config.index_k_source_layer_ids if i <= layer.layer_id)
     cache = step.caches.index[source]
     rounding = step.numerics.index_rounding
@@ -117,7 +130,7 @@ def gather_selected(step: Step, kv_source: int, index_source: int) -> tuple[Tens
     cache = step.caches.main[kv_source]
     absent = topk < 0
     total = sum(ratio.counts)
-    if total < topk.numel():
+    if total < topk.numel() and not inputs.decode:  # decode attends faster to entries by row
         counts = torch.tensor([0, *ratio.counts], device=topk.device)
         bases = counts.cumsum(0)[inputs.row_seq]
         loaded = step.ops.cache_load(cache, torch.cat(ratio.entries))
