@@ -236,7 +236,7 @@ def _real(source: str, routing: Routing, sequences: int) -> Iterator[Figure]:
                     [value],
                     f"{_HOW}; {routing.num_experts} experts in {slots} slots "
                     f"({routing.num_experts} without a plan), {cut} steps seen, "
-                    f"{len(loads) - cut} unseen of other texts",
+                    f"{len(loads) - cut} unseen after them",
                 )
 
 
