@@ -25,6 +25,7 @@ from deepinfer.engine.plan import (
 from deepinfer.engine.request import SamplingParams
 from deepinfer.engine.runner import Runner
 from deepinfer.engine.state import SlotState
+from deepinfer.errors import RequestError
 from deepinfer.model.fast.inputs import DecodeRows, SequenceRows
 from deepinfer.sampling.sampler import Sampler
 
@@ -190,3 +191,39 @@ def test_a_bad_row_is_explained_and_the_others_go_on(model: FakeModel) -> None:
     assert model.diagnosed == [[2, 6]], "one row explains the step"
     run(runner, StepPlan(1, StepKind.PREFILL, (row(4, 0, [8]),), (admit(4, 1),)))
     assert asked == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_processor_that_spoils_its_logits_ends_its_own_request(
+    model: FakeModel, value: float
+) -> None:
+    def factory() -> Any:
+        return lambda ids, logits: torch.full_like(logits, value)
+
+    runner = make_runner(model)
+    admissions = (admit(1, 1, logits_processors=[factory]), admit(2, 1))
+    rows = (row(1, 0, [3]), row(2, 0, [3]))
+    bad, good = run(runner, StepPlan(0, StepKind.PREFILL, rows, admissions)).rows
+    assert bad.token_ids == () and "logits processor returned" in (bad.error or "")
+    assert good.token_ids == (4,) and not model.diagnosed
+    again = run(runner, StepPlan(1, StepKind.DECODE, (going_on(1), going_on(2)))).rows
+    assert [r.token_ids for r in again] == [(), (5,)], "the spoilt one has ended on the device too"
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (None, "returned NoneType"),
+        (torch.zeros(3), "shape \\[3\\], not a tensor of shape \\[20\\]"),
+    ],
+)
+def test_a_processor_that_returns_no_logits_is_named(
+    model: FakeModel, returned: object, told: str
+) -> None:
+    def clumsy(ids: Any, logits: Any) -> Any:
+        return returned
+
+    admission = admit(1, 1, logits_processors=[lambda: clumsy])
+    plan = StepPlan(0, StepKind.PREFILL, (row(1, 0, [3]),), (admission,))
+    with pytest.raises(RequestError, match=f"clumsy failed: TypeError: it {told}"):
+        run(make_runner(model), plan)

@@ -29,6 +29,9 @@ from deepinfer.sampling.sampler import LogitsProcessor, Sampled, Sampler, SlotPa
 __all__ = ["Runner", "StepModel", "slot_params", "token_masks"]
 
 
+_SPOILT = "a logits processor returned NaN or +inf, or -inf for every token"
+
+
 class StepModel(Protocol):
     """What the runner needs of a model; `model/fast` is it."""
 
@@ -235,12 +238,16 @@ class Runner:
             valid = self.state.num_drafts[batch.slots].tolist()
             drafts = self.state.drafts[batch.slots].tolist()
             confidences = self.state.confidences[batch.slots].tolist()
+        spoilt = None if sampled.spoilt is None else sampled.spoilt.tolist()
         drawn: dict[int, RowResult] = {}
         explained: str | None = None
         for idx, place in enumerate(batch.sampling):
             row = batch.rows[place]
             slot = row.slot
             if bad[idx]:
+                if spoilt is not None and spoilt[batch.first[idx]]:
+                    drawn[slot] = RowResult(row.request_id, (), error=_SPOILT)
+                    continue
                 if explained is None:
                     explained = self.explain(batch.sequence(place), plan.kind)
                 drawn[slot] = RowResult(row.request_id, (), error=explained)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.errors import RequestError
 from deepinfer.sampling.host import MASS_ONE, draw_host, filter_host
 from deepinfer.sampling.noise import STREAM_TARGET
 from deepinfer.sampling.rng import exponential
@@ -89,6 +90,8 @@ class Sampled:
     top_logprobs  [N, K]  fp32, or None
     drawn_from    [N, V]  fp32, the filtered and tempered logits (greedy rows: the masked ones);
                           None unless asked
+    spoilt        [N]     bool, the bad rows that are so by a logits processor's doing; None when
+                          none ran
     """
 
     token_ids: Tensor
@@ -97,6 +100,7 @@ class Sampled:
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
     drawn_from: Tensor | None = None
+    spoilt: Tensor | None = None
 
 
 def stable_topk(values: Tensor, count: int) -> Tensor:
@@ -253,12 +257,18 @@ class Sampler:
         masked = self._mask(logits, rows, masks)
         if masks is not None:
             bad |= masked.amax(dim=-1) == -math.inf
-        masked = self._process(masked, rows, history)
+        changed = self._process(masked, rows, history)
+        spoilt = None
+        if changed is not masked:
+            most = changed.amax(dim=-1)  # NaN where one is
+            spoilt = ~(bad | torch.isfinite(most))
+            bad |= spoilt
+        masked = changed
         drawn_from, tokens = self._choose(masked, rows, STREAM_TARGET)
         tokens = self._force(tokens, rows)
         kept = drawn_from if keep_drawn_from else None
         told = self.logprobs(logits, drawn_from, slots, tokens)
-        return Sampled(tokens, bad, *told, kept)
+        return Sampled(tokens, bad, *told, kept, spoilt)
 
     def logprobs(
         self, logits: Tensor, drawn_from: Tensor, slots: Sequence[int], token_ids: Tensor
@@ -374,7 +384,10 @@ class Sampler:
     def _process(
         self, masked: Tensor, rows: _Rows, history: Callable[[int], Sequence[int]] | None
     ) -> Tensor:
-        """Run the requests' own processors, on a copy."""
+        """Run the requests' own processors, on a copy.
+
+        Raises RequestError, which names it, when one fails or returns something else than logits.
+        """
         having = [i for i, slot in enumerate(rows.host) if self._params[slot].processors]
         if not having:
             return masked
@@ -383,7 +396,23 @@ class Sampler:
         for row in having:
             values = changed[row].clone()
             for processor in self._params[rows.host[row]].processors:
-                values = processor(history(row), values)
+                try:
+                    found = processor(history(row), values)
+                    if not isinstance(found, Tensor) or found.shape != values.shape:
+                        given = (
+                            f"a tensor of shape {list(found.shape)}"
+                            if isinstance(found, Tensor)
+                            else type(found).__name__
+                        )
+                        raise TypeError(
+                            f"it returned {given}, not a tensor of shape {list(values.shape)}"
+                        )
+                except Exception as error:
+                    name = getattr(processor, "__qualname__", type(processor).__qualname__)
+                    raise RequestError(
+                        f"the logits processor {name} failed: {type(error).__name__}: {error}"
+                    ) from error
+                values = found
             changed[row] = values
         return changed
 
