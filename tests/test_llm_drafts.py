@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -127,8 +128,65 @@ def test_accounting_adds_up() -> None:
     assert sum(r.num_draft_verified for r in results) == sum(stats["verified"])
     accepted = sum(r.num_draft_accepted for r in results)
     assert accepted == sum(stats["accepted"])
+    told: list[Any] = [r.drafts.to_json() for r in results if r.drafts is not None]
+    for name in ("proposed", "verified", "accepted"):
+        lists: list[Any] = [row[name] for row in told]
+        assert [sum(c) for c in itertools.zip_longest(*lists, fillvalue=0)] == stats[name]
+    for name in ("steps", "tokens", "bonus", "wasted_rows"):
+        assert sum(row[name] for row in told) == stats[name]
+    assert stats["proposed"] == stats["verified"], "all drafts are verified"
     assert decoded == steps + accepted, "each step brings what it accepted and one more"
     assert stats["rows"] == steps + sum(stats["verified"])
+
+
+def test_accounting_is_that_of_a_count_by_hand(plain: list[Told]) -> None:
+    """One request, stopped at every length within its steps, against a walk over its tokens."""
+    whole = plain[0][0]
+    for length in (*range(1, 8), len(whole)):
+        params = SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=[whole[length - 1]])
+        end = whole.index(whole[length - 1]) + 1
+        with LLM("golden", config={**BASE, "speculation.num_drafts": 3}) as llm:
+            number = llm.submit(PROMPTS[0], params)
+            (sequence,) = llm._loop.scheduler._sequences.values()  # type: ignore[union-attr]
+            done: list[Completion] = []
+            before: tuple[int, tuple[int, ...]] = (sequence.num_prompt_tokens, ())
+            steps: list[tuple[tuple[int, ...], int]] = []
+            while not done:
+                done = llm.step()
+                held = len(sequence.token_ids)
+                if held > before[0] > sequence.num_prompt_tokens:
+                    steps.append((before[1], held - before[0]))
+                before = (held, sequence.drafts)
+            stats: Any = llm.stats().speculation
+        assert done[0].request_id == number
+        assert done[0].token_ids == whole[:end]
+        hits = list(_hits(steps, whole))
+        verified = [sum(len(drafts) > place for drafts, _ in hits) for place in range(3)]
+        accepted = [sum(hit > place for _, hit in hits) for place in range(3)]
+        bonus = sum(
+            0 < hit == len(drafts) < kept
+            for (drafts, hit), (_, kept) in zip(hits, steps, strict=True)
+        )
+        assert stats["proposed"] == stats["verified"] == verified
+        assert (stats["accepted"], stats["bonus"]) == (accepted, bonus)
+        assert stats["tokens"] == end - 1 and stats["steps"] == len(steps)
+        assert stats["wasted_rows"] == sum(verified) - sum(accepted)
+        if steps:
+            assert done[0].drafts is not None
+            assert done[0].drafts.mean_accepted_length == (end - 1) / len(steps)
+            tried = sum(min(len(drafts), hit + 1) for drafts, hit in hits)
+            assert sum(row["count"] for row in stats["calibration"]) == tried
+
+
+def _hits(
+    steps: Sequence[tuple[Sequence[int], int]], whole: Sequence[int]
+) -> Iterator[tuple[Sequence[int], int]]:
+    """Each step's drafts, and how many were right and kept."""
+    at = 1
+    for drafts, kept in steps:
+        pairs = zip(drafts, whole[at : at + kept], strict=False)
+        yield drafts, len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        at += kept
 
 
 @pytest.mark.slow

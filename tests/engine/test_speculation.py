@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.bench.speculation import NODE_CURVE, Policy, simulate
+from deepinfer.engine.request import DraftCounts
 from deepinfer.engine.speculation import (
     Choice,
     CostCurve,
@@ -163,7 +165,7 @@ def test_confidences_that_are_not_numbers_count_as_none() -> None:
     bad = (math.nan, 0.5)
     for _ in range(3):
         choice = planner.choose([bad, (0.9, 0.9)])
-        planner.count(2, 2, 0, 1, bad)
+        planner.count([((2, 2, 0, 1), bad)])
     assert choice.budget == 0
     told = planner.summary()
     json.dumps(told, allow_nan=False)
@@ -172,11 +174,15 @@ def test_confidences_that_are_not_numbers_count_as_none() -> None:
 
 def test_a_bonus_token_is_one_that_was_kept() -> None:
     stats = SpeculationStats(3)
-    stats.add(3, 2, 2, 3)
-    stats.add(3, 2, 2, 2)  # the second draft ended the request
-    stats.add(3, 2, 1, 1)
+    ended = (3, 2, 2, 2)  # by its second draft
+    outcomes = [(3, 2, 2, 3), ended, (3, 2, 1, 1)]
+    stats.add([(outcome, ()) for outcome in outcomes])
     told = stats.summary()
     assert (told["bonus"], told["tokens"], told["wasted_rows"]) == (1, 6, 1)
+    request = DraftCounts.of(Counter(outcomes)).to_json()
+    assert request == {name: told[name] for name in request}
+    assert request["proposed"] == [3, 3, 3] and request["accepted"] == [3, 2, 0]
+    assert DraftCounts.of({}).to_json()["mean_accepted_length"] is None
 
 
 def test_fixed_planners() -> None:
@@ -239,9 +245,7 @@ def test_measured_times_move_the_curve() -> None:
 
 def test_counts() -> None:
     stats = SpeculationStats(3)
-    stats.add(3, 3, 3, 4, (0.9, 0.8, 0.7))
-    stats.add(3, 2, 0, 1, (0.2, 0.9))
-    stats.add(0, 0, 0, 1)
+    stats.add([((3, 3, 3, 4), (0.9, 0.8, 0.7)), ((3, 2, 0, 1), (0.2, 0.9)), ((0, 0, 0, 1), ())])
     told = stats.summary()
     assert told["proposed"] == [2, 2, 2] and told["verified"] == [2, 2, 1]
     assert told["accepted"] == [1, 1, 1] and told["bonus"] == 1 and told["wasted_rows"] == 2

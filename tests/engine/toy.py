@@ -29,7 +29,7 @@ from deepinfer.engine.plan import (
     StepPlan,
     StepResult,
 )
-from deepinfer.engine.request import Request, SamplingParams
+from deepinfer.engine.request import DraftOutcome, Request, SamplingParams
 from deepinfer.engine.scheduler import Limits, Scheduler
 from deepinfer.engine.speculation import Choice
 
@@ -268,10 +268,9 @@ class AllDrafts:
         most = hashed(self.calls) % (self.num_drafts + 1) if self.varied else self.num_drafts
         return Choice(most, None, True)
 
-    def count(
-        self, proposed: int, verified: int, accepted: int, kept: int, confidences: tuple[float, ...]
-    ) -> None:
-        assert proposed >= verified >= accepted >= 0 and kept >= 0, (proposed, verified, accepted)
+    def count(self, rows: list[tuple[DraftOutcome, tuple[float, ...]]]) -> None:
+        for (proposed, verified, accepted, kept), _ in rows:
+            assert proposed >= verified >= accepted >= 0 and kept >= accepted, rows
 
     def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
         assert rows >= 1

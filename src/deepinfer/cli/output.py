@@ -70,14 +70,8 @@ def _as_object(result: Completion, params: SamplingParams) -> dict[str, object]:
     if params.prompt_logprobs:
         scores = result.prompt_logprobs
         found["prompt_logprobs"] = None if scores is None else list(scores)
-    if result.num_draft_proposed or result.num_draft_verified:
-        found["drafts"] = {
-            "proposed": result.num_draft_proposed,
-            "verified": result.num_draft_verified,
-            "accepted": result.num_draft_accepted,
-            "steps": result.num_steps,
-            "mean_accepted_length": len(result.token_ids) / max(1, result.num_steps),
-        }
+    if result.drafts is not None:
+        found["drafts"] = result.drafts.to_json()
     found["timings"] = {
         "ttft_s": result.ttft_s,
         "finish_s": result.finish_s,

@@ -21,6 +21,8 @@ __all__ = [
     "MAX_TOP_LOGPROBS",
     "Chunk",
     "Completion",
+    "DraftCounts",
+    "DraftOutcome",
     "FinishReason",
     "Request",
     "SamplingParams",
@@ -324,6 +326,75 @@ class Request:
     arrival_s: float = 0.0
 
 
+DraftOutcome = tuple[int, int, int, int]
+"""What a decode step did for one sequence: drafts proposed, verified, accepted; tokens kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """What a request's drafts were worth, over its decode steps.
+
+    steps, tokens                 decode steps, and tokens that they brought
+    proposed, verified, accepted  drafts there were, those the model ran, and those that were right
+                                  and kept; by position in the draft, as far as any were proposed
+    bonus                         tokens kept behind verified drafts that were all right
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    proposed: tuple[int, ...] = ()
+    verified: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    bonus: int = 0
+
+    @classmethod
+    def of(cls, outcomes: Mapping[DraftOutcome, int]) -> DraftCounts:
+        """Add up outcomes and how often each happened."""
+
+        def by_position(column: int) -> tuple[int, ...]:
+            return tuple(
+                sum(count for row, count in outcomes.items() if row[column] > place)
+                for place in range(most)
+            )
+
+        most = max((row[0] for row in outcomes), default=0)
+        return cls(
+            steps=sum(outcomes.values()),
+            tokens=sum(row[3] * count for row, count in outcomes.items()),
+            proposed=by_position(0),
+            verified=by_position(1),
+            accepted=by_position(2),
+            bonus=sum(
+                count
+                for (_, verified, accepted, tokens), count in outcomes.items()
+                if 0 < verified == accepted < tokens
+            ),
+        )
+
+    @property
+    def wasted_rows(self) -> int:
+        """Verified drafts that brought no token."""
+        return sum(self.verified) - sum(self.accepted)
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens of a decode step on average, None without one."""
+        return self.tokens / self.steps if self.steps else None
+
+    def to_json(self) -> dict[str, object]:
+        """Return everything under the names of `llm.stats().speculation`."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "proposed": list(self.proposed),
+            "verified": list(self.verified),
+            "accepted": list(self.accepted),
+            "bonus": self.bonus,
+            "wasted_rows": self.wasted_rows,
+            "mean_accepted_length": self.mean_accepted_length,
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What became of one input. Every input has exactly one for each of its samples, also when it
@@ -340,9 +411,10 @@ class Completion:
     top_logprobs    per token, (id, logprob) pairs from the likeliest, ties to the lower id; when
                     asked
     prompt_logprobs  one number per prompt token but the first, when asked
-    num_steps        steps that brought tokens: tokens / steps is the mean accepted length
+    num_steps        steps that brought tokens, those of prefill with them
     num_draft_proposed, num_draft_verified, num_draft_accepted
                      drafts made for the request, those the model ran, those that were right
+    drafts           the same by position, and what follows; None when the engine does not draft
     ttft_s, finish_s  seconds from submission to the first token, and to the end
     """
 
@@ -363,6 +435,7 @@ class Completion:
     num_draft_proposed: int = 0
     num_draft_verified: int = 0
     num_draft_accepted: int = 0
+    drafts: DraftCounts | None = None
     sample_index: int = 0
 
 

@@ -32,7 +32,7 @@ from deepinfer.engine.plan import (
     StepResult,
 )
 from deepinfer.engine.replay import replay_floor
-from deepinfer.engine.request import Chunk, Completion, FinishReason, Request
+from deepinfer.engine.request import Chunk, Completion, DraftOutcome, FinishReason, Request
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.snapshot import State
 from deepinfer.engine.speculation import Choice
@@ -92,10 +92,8 @@ class Planner(Protocol):
         """Decide from the confidences last reported for each row."""
         ...
 
-    def count(
-        self, proposed: int, verified: int, accepted: int, kept: int, confidences: tuple[float, ...]
-    ) -> None:
-        """Take one row's outcome: drafts, tokens kept, confidences of the drafts."""
+    def count(self, rows: list[tuple[DraftOutcome, tuple[float, ...]]], /) -> None:
+        """Take the outcomes of a step's rows, with the confidences of their drafts."""
         ...
 
     def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
@@ -313,6 +311,7 @@ class Scheduler:
         outcomes = iter(result.rows)
         completions: list[Completion] = []
         generated = ran = 0
+        counted: list[tuple[DraftOutcome, tuple[float, ...]]] = []
         for row, sequence in zip(plan.rows, launched.sequences, strict=True):
             outcome = next(outcomes) if row.samples or row.scored_ids else None
             sequence.in_flight -= 1
@@ -355,13 +354,10 @@ class Scheduler:
                 sequence.num_steps += 1
                 if self._planner is not None and not row.token_ids:
                     accepted = min(outcome.num_accepted, kept)
-                    sequence.num_proposed += outcome.num_proposed
-                    sequence.num_verified += outcome.num_verified
-                    sequence.num_accepted += accepted
+                    counts = (outcome.num_proposed, outcome.num_verified, accepted, kept)
+                    sequence.outcomes[counts] = sequence.outcomes.get(counts, 0) + 1
                     ran += 1 + outcome.num_verified
-                    self._planner.count(
-                        outcome.num_proposed, outcome.num_verified, accepted, kept, before
-                    )
+                    counted.append((counts, before))
             if sequence.is_finished():
                 self._retire(sequence)
                 completions.append(self._report(sequence))
@@ -369,7 +365,8 @@ class Scheduler:
                 self._report_progress(sequence, None)
         assert next(outcomes, None) is None, "more outcomes than reporting rows"
         self.num_generated += generated
-        if ran and self._planner is not None:
+        if counted and self._planner is not None:
+            self._planner.count(counted)
             self._planner.observe(ran, len(plan.rows), plan.propose, result.device_s)
         if self._budget < self.limits.max_num_batched_tokens and plan.kind is StepKind.PREFILL:
             self._small_steps += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepinfer.engine.commit import TokenMatcher
 from deepinfer.engine.plan import RowPlan
-from deepinfer.engine.request import Completion, FinishReason, Request
+from deepinfer.engine.request import Completion, DraftCounts, DraftOutcome, FinishReason, Request
 from deepinfer.engine.snapshot import State
 from deepinfer.engine.text import TextStream
 
@@ -29,6 +29,7 @@ class Sequence:
     stale         how many of these were launched before it was put back: their outcome is dropped
     decode_row    its row of a decode step, kept while nothing in it changes
     drafts, confidences  as last reported by the device
+    outcomes      what its decode steps did and how often; empty where nobody drafts
     keys          digests of the prompt's full blocks, None until the prefix cache asks
     save_ends     lengths at which its state is worth a checkpoint
     saved         cache parts of a saved request that goes on here, None once they are loaded
@@ -51,15 +52,13 @@ class Sequence:
         "limit",
         "logprobs",
         "matcher",
-        "num_accepted",
         "num_computed",
         "num_failures",
         "num_preemptions",
-        "num_proposed",
         "num_reported",
         "num_steps",
-        "num_verified",
         "order",
+        "outcomes",
         "prompt_logprobs",
         "request",
         "save_ends",
@@ -101,7 +100,7 @@ class Sequence:
         self.decode_row: RowPlan | None = None
         self.drafts: tuple[int, ...] = ()
         self.confidences: tuple[float, ...] = ()
-        self.num_proposed = self.num_verified = self.num_accepted = 0
+        self.outcomes: dict[DraftOutcome, int] = {}
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_failures = 0
@@ -181,6 +180,7 @@ class Sequence:
             if self.text.stopped and reason is FinishReason.LENGTH:
                 reason = FinishReason.STOP  # the last held-back bytes completed a stop string
         start_s = self.request.arrival_s
+        counts = DraftCounts.of(self.outcomes)
         return Completion(
             index=self.request.index,
             request_id=self.request.request_id,
@@ -196,8 +196,9 @@ class Sequence:
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             num_preemptions=self.num_preemptions,
             num_steps=self.num_steps,
-            num_draft_proposed=self.num_proposed,
-            num_draft_verified=self.num_verified,
-            num_draft_accepted=self.num_accepted,
+            num_draft_proposed=sum(counts.proposed),
+            num_draft_verified=sum(counts.verified),
+            num_draft_accepted=sum(counts.accepted),
+            drafts=counts if self.outcomes else None,
             sample_index=self.request.sample_index,
         )

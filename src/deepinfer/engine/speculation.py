@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from deepinfer.config.engine import SpeculationConfig
 from deepinfer.config.model import ModelConfig
+from deepinfer.engine.request import DraftOutcome
 from deepinfer.errors import ConfigError
 
 __all__ = [
@@ -292,22 +293,11 @@ class SpeculationStats:
         self._verified = np.zeros(num_drafts, np.int64)
         self._accepted = np.zeros(num_drafts, np.int64)
         self._bins = np.zeros((_BINS, 3))  # tried, summed confidence, accepted
-        self._pending: list[tuple[int, int, int, int, tuple[float, ...]]] = []
+        self._pending: list[tuple[DraftOutcome, tuple[float, ...]]] = []
 
-    def add(
-        self,
-        num_proposed: int,
-        num_verified: int,
-        num_accepted: int,
-        num_tokens: int,
-        confidences: tuple[float, ...] = (),
-    ) -> None:
-        """Count one sequence's part of one step.
-
-        num_tokens   tokens kept
-        confidences  of the drafts that were proposed
-        """
-        self._pending.append((num_proposed, num_verified, num_accepted, num_tokens, confidences))
+    def add(self, rows: Sequence[tuple[DraftOutcome, tuple[float, ...]]]) -> None:
+        """Count parts of steps, each with the confidences of the drafts that were proposed."""
+        self._pending.extend(rows)
         if len(self._pending) >= _PENDING:
             self._flush()
 
@@ -316,7 +306,7 @@ class SpeculationStats:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        counts = np.asarray([row[:4] for row in pending], np.int64)
+        counts = np.asarray([outcome for outcome, _ in pending], np.int64)
         proposed, verified, accepted, tokens = counts.T
         self._steps += len(pending)
         self._tokens += int(tokens.sum())
@@ -332,7 +322,7 @@ class SpeculationStats:
         # A confidence speaks of the case that all drafts before were accepted.
         most = len(self._proposed)
         zeros = (0.0,) * most
-        told = [row[4] for row in pending]
+        told = [confidences for _, confidences in pending]
         lengths = np.asarray([len(row) for row in told])
         padded = [row if len(row) == most else (*row, *zeros[len(row) :]) for row in told]
         values = np.asarray(padded, np.float64).reshape(len(pending), most)
@@ -458,11 +448,9 @@ class DraftPlanner:
             self._losing = self._idle = 0
         return Choice(self.num_drafts, sum(counts), self.is_drafting)
 
-    def count(
-        self, proposed: int, verified: int, accepted: int, kept: int, confidences: tuple[float, ...]
-    ) -> None:
-        """Count one sequence's part of a step."""
-        self.stats.add(proposed, verified, accepted, kept, confidences)
+    def count(self, rows: Sequence[tuple[DraftOutcome, tuple[float, ...]]]) -> None:
+        """Count the outcomes of a step's rows, with the confidences of their drafts."""
+        self.stats.add(rows)
 
     def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
         """Take the measured time of a step: the machine may be slower than when it was measured."""

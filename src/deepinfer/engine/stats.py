@@ -194,5 +194,5 @@ class StatsRecorder:
 
 def _total(speculation: dict[str, object] | None, name: str) -> int:
     """Return the sum of a count that is kept by draft position."""
-    counts = None if speculation is None else speculation[name]
+    counts = None if speculation is None else speculation.get(name)
     return sum(counts) if isinstance(counts, list) else 0
