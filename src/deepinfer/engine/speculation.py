@@ -321,12 +321,7 @@ class SpeculationStats:
             total += (places < part[:, None]).sum(axis=0)
         # A confidence speaks of the case that all drafts before were accepted.
         most = len(self._proposed)
-        zeros = (0.0,) * most
-        told = [confidences for _, confidences in pending]
-        lengths = np.asarray([len(row) for row in told])
-        padded = [row if len(row) == most else (*row, *zeros[len(row) :]) for row in told]
-        values = np.asarray(padded, np.float64).reshape(len(pending), most)
-        values = np.clip(np.nan_to_num(values, nan=0.0), 0.0, 1.0)
+        values, lengths = _padded([confidences for _, confidences in pending], most)
         last = np.minimum(np.minimum(verified, accepted + 1), lengths)
         tried = places < last[:, None]
         values, hits = values[tried], (places < accepted[:, None])[tried]
@@ -491,13 +486,9 @@ class DraftPlanner:
 
     def _reach(self, confidences: Sequence[Sequence[float]]) -> Floats:
         """Return the survival of every draft [N, K], and follow its mean."""
-        zeros = (0.0,) * self.num_drafts
-        # Near its limit a sequence has fewer drafts.
-        told = np.asarray([(*row, *zeros[len(row) :]) for row in confidences], np.float64)
-        told = np.nan_to_num(told, nan=0.0)
-        lengths = np.asarray([len(row) for row in confidences])
+        told, lengths = _padded(confidences, self.num_drafts)
         known = lengths == self.num_drafts
-        reach = np.asarray(np.cumprod(np.clip(told, 0.0, 1.0), axis=1), np.float64)
+        reach = np.asarray(np.cumprod(told, axis=1), np.float64)
         num_known = int(known.sum())
         if num_known:
             now = reach[known].mean(axis=0)
@@ -528,3 +519,18 @@ class DraftPlanner:
             # There are no drafts yet: this step only makes them.
             return Choice(self.num_drafts, 0, True)
         return Choice(0, 0, False)
+
+
+def _padded(confidences: Sequence[Sequence[float]], most: int) -> tuple[Floats, NDArray[np.int64]]:
+    """Return confidences [N, most] in 0..1, with 0 where there are fewer (near its limit a sequence
+    has fewer drafts) or what is no number; and how many each row has.
+    """
+    lengths = np.fromiter(map(len, confidences), np.int64, len(confidences))
+    values: Floats
+    if (lengths == most).all():
+        values = np.asarray(confidences, np.float64).reshape(len(lengths), most)
+    else:
+        values = np.zeros((len(lengths), most))
+        flat = itertools.chain.from_iterable(confidences)
+        values[np.arange(most) < lengths[:, None]] = np.fromiter(flat, np.float64)
+    return np.fmax(np.minimum(values, 1.0), 0.0), lengths  # of NaN and 0, fmax takes 0
