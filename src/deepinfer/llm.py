@@ -194,6 +194,7 @@ class LLM:
             self.tokenizer,
             self.model_config.vocab_size,
             self.model_config.eos_token_id,
+            frozenset(self.config.sampling.banned_token_ids),
         )
         runner, sizes = self._build_runner()
         self.sizes = sizes

@@ -176,6 +176,24 @@ def test_a_stop_string_within_a_shape_is_no_success(drafts: int) -> None:
     assert whole.finish_reason is FinishReason.STOP and len(whole.text or "") == 3
 
 
+def test_banned_ids_are_no_way_out_of_a_shape() -> None:
+    config = {"cache.num_blocks": 40, "scheduling.max_model_len": 128}
+    with LLM("golden", "cpu", config) as llm:
+        one, other = (llm.generate([[0, 5]], only(text))[0].token_ids[0] for text in "ab")
+    with LLM("golden", "cpu", {**config, "sampling.banned_token_ids": [one]}) as llm:
+        params = [only("a"), only("[ab]"), only("b", trigger=[one], bound=other)]
+        dead, alive, never = llm.generate([[0, 5]] * 3, params)
+    assert dead.finish_reason is FinishReason.STRUCTURED_OUTPUT_ERROR
+    assert "no token of this vocabulary" in str(dead.error)
+    assert alive.text == "b" and alive.finish_reason is FinishReason.STOP
+    assert never.finish_reason is FinishReason.INVALID_REQUEST
+    assert "sampling.banned_token_ids rules out" in str(never.error)
+
+
+def only(pattern: str, **trigger: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=4, seed=1, structured=Structured(regex=pattern, **trigger))
+
+
 def test_streamed_output_is_the_same() -> None:
     params = SamplingParams(max_tokens=48, temperature=1.0, seed=1, structured=SHAPES[1])
     with LLM("golden", "cpu", {"cache.num_blocks": 40, "scheduling.max_model_len": 128}) as llm:

@@ -317,3 +317,23 @@ def test_references_stay_inside() -> None:
     assert isinstance(found.schema, dict)
     assert found.schema["$ref"] in ("#/$defs/r0",)
     assert found.report.is_exact
+
+
+@pytest.mark.parametrize("keyword", ["minimum", "maximum", "exclusiveMinimum", "multipleOf"])
+def test_numbers_beyond_what_a_library_counts_are_approximated(keyword: str) -> None:
+    shape = Structured(json={"type": "integer", keyword: 10**30})
+    assert not service("llguidance").report(shape).is_exact
+    assert service("llguidance").report(Structured(json={"minimum": 10**15})).is_exact
+    assert keyword == "multipleOf" or service("xgrammar").report(shape).is_exact
+
+
+def test_many_values_and_branches_are_compiled_in_time() -> None:
+    values = [f"value {i}" for i in range(2000)]
+    assert service("xgrammar").report(Structured(json={"enum": values})).is_exact
+    branches = [{"const": value} for value in values]
+    assert not service("llguidance").report(Structured(json={"oneOf": branches})).is_exact
+
+
+def test_an_infinite_number_has_no_multiple() -> None:
+    check = make_check({"multipleOf": 2}, DRAFT)
+    assert "too large to be divided" in str(check("1e400")) and check("1e300") is None

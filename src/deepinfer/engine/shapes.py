@@ -6,7 +6,7 @@ triggers into ids. Compiling and matching are `grammar`'s. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,9 +27,11 @@ from deepinfer.grammar.spec import Structured
 __all__ = ["Shapes", "fill_matchers", "make_vocabulary"]
 
 
-def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_token_id: int) -> Vocabulary:
+def make_vocabulary(
+    tokenizer: Tokenizer, vocab_size: int, end_token_id: int, banned: Container[int] = ()
+) -> Vocabulary:
     """Return the bytes of every id. Special and added tokens are no text to a grammar, but for the
-    markup of tool calls, which a grammar of calls spells out.
+    markup of tool calls, which a grammar of calls spells out; nor are ids that are never drawn.
 
     Raises RequestError for a tokenizer of whole words.
     """
@@ -39,7 +41,7 @@ def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_token_id: int) ->
         )
     markup = tokenizer.token_id(DSML)
     pieces = tuple(
-        b"" if tokenizer.is_added(i) and i != markup else tokenizer.piece(i)
+        b"" if i in banned or (tokenizer.is_added(i) and i != markup) else tokenizer.piece(i)
         for i in range(vocab_size)
     )
     return Vocabulary(pieces, end_token_id)
@@ -54,11 +56,17 @@ class Shapes:
     """What an engine needs to serve structured outputs."""
 
     def __init__(
-        self, config: GrammarConfig, tokenizer: Tokenizer | None, vocab_size: int, end_token_id: int
+        self,
+        config: GrammarConfig,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        end_token_id: int,
+        banned: Container[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_token_id = end_token_id
+        self._banned = banned
         self._service = GrammarService(config, self._vocabulary)
 
     def resolve(self, params: SamplingParams) -> Structured | None:
@@ -90,6 +98,11 @@ class Shapes:
                 raise RequestError(
                     f"structured {name} holds {bad[0]}, outside the vocabulary 0..{last}"
                 )
+        never = [i for i in shape.trigger_ids if i in self._banned]
+        if never:
+            raise RequestError(
+                f"structured trigger holds {never[0]}, which sampling.banned_token_ids rules out"
+            )
         return shape
 
     def gate(self, shape: Structured, params: SamplingParams) -> Gate:
@@ -110,4 +123,4 @@ class Shapes:
 
     def _vocabulary(self) -> Vocabulary:
         assert self._tokenizer is not None
-        return make_vocabulary(self._tokenizer, self._vocab_size, self._end_token_id)
+        return make_vocabulary(self._tokenizer, self._vocab_size, self._end_token_id, self._banned)

@@ -64,7 +64,7 @@ class LLGuidance:
         self._tokenizer = library.LLTokenizer(wrapped)
         self._executor = library.LLExecutor(num_threads=threads)
 
-    limits = Loosened()
+    limits = Loosened(wide=True)
     wants_rules = False
 
     def loosen(self, error: BackendError, loosened: Loosened) -> Loosened | None:

@@ -12,7 +12,7 @@ from deepinfer.errors import RequestError
 from deepinfer.grammar.backend import Backend, BackendError, Compiled, Program
 from deepinfer.grammar.ebnf import ROOT, GrammarError, completes, parse_ebnf, prune
 from deepinfer.grammar.jsonrules import Loss, json_rules
-from deepinfer.grammar.nodes import NOTHING, Automaton, Node, Rules, alt, inline, literal, size
+from deepinfer.grammar.nodes import Automaton, Node, Rules, alt, inline, literal, size
 from deepinfer.grammar.regex import PatternError, parse_regex
 from deepinfer.grammar.report import Finding, Report, Status
 from deepinfer.grammar.schema import Loosened, escape, rewrite
@@ -83,7 +83,7 @@ def prepare(
     rules = _rules(shape)
     _check_size(shape, rules, config)
     whole = inline(rules, ROOT, config.max_states)
-    if whole == NOTHING:
+    if not completes(rules, ROOT):
         raise RequestError(f"structured {shape.kind} matches no text at all")
     program = Program(rules=rules, max_states=config.max_states)
     check = _one_of(shape.choices) if shape.choices else _membership(whole, shape.kind)

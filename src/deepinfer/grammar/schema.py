@@ -83,6 +83,8 @@ PLACE: Final = "x-place"
 _MAX_DEPTH: Final = 100
 _MAX_PROBLEMS: Final = 10
 _MOST_BRANCHES: Final = 256
+_NUMBERS: Final = frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split())
+_WIDE: Final = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,14 @@ class Loosened:
     patterns   patternProperties, with additionalProperties
     formats    format
     multiples  multipleOf
+    wide       bounds and multiples of 2^53 or more
     """
 
     counts: bool = False
     patterns: bool = False
     formats: bool = False
     multiples: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +257,10 @@ class _Rewriter:
     def _keep(self, keyword: str, value: Any, frame: _Frame, out: dict[str, Any]) -> None:
         if keyword == "multipleOf" and self._loosened.multiples:
             note = "the library does not divide by this"
+            self._note(frame, keyword, Status.APPROXIMATED, note)
+            return
+        if self._loosened.wide and keyword in _NUMBERS and abs(value) >= _WIDE:
+            note = "the library does not count so far"
             self._note(frame, keyword, Status.APPROXIMATED, note)
             return
         out[keyword] = value
