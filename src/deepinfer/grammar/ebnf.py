@@ -20,6 +20,7 @@ from deepinfer.grammar.nodes import (
     Node,
     Ref,
     Repeat,
+    Rules,
     Seq,
     alt,
     complement,
@@ -328,7 +329,7 @@ def _refuse_left_recursion(rules: dict[str, Node], places: dict[str, int], parse
                     path.append((other, [*way, other]))
 
 
-def _never_complete(rules: dict[str, Node]) -> set[str]:
+def _never_complete(rules: Rules) -> set[str]:
     """Return the rules that need themselves to be complete, without end."""
     complete: set[str] = set()
     changed = True
@@ -341,7 +342,7 @@ def _never_complete(rules: dict[str, Node]) -> set[str]:
     return set(rules) - complete
 
 
-def completes(rules: dict[str, Node], name: str) -> bool:
+def completes(rules: Rules, name: str) -> bool:
     """Tell whether some text belongs to a rule."""
     return name not in _never_complete(rules)
 
