@@ -238,6 +238,10 @@ def test_measured_times_move_the_curve() -> None:
     for _ in range(64):
         planner.observe(8, 4, False, 1.0 + 8 * 0.25)
     assert planner.slope == pytest.approx(0.25)
+    told = planner.summary()
+    assert told["steps_by_rows"] == {"8-15": 64} and told["measured_step_s"] == 3.0
+    # The first 32 were told by the curve alone, the others with what was learned.
+    assert told["predicted_step_s"] == pytest.approx((32 * 1.0 + 32 * 3.0) / 64)
     for _ in range(512):
         planner.observe(8, 4, False, 0.9)
     assert planner.slope == 0.0, "never below the curve"

@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -405,6 +405,8 @@ class DraftPlanner:
         self.stats = SpeculationStats(num_drafts)
         self.note: str | None = None
         self._observed = 0
+        self._sizes: Counter[int] = Counter()
+        self._predicted_s = self._measured_s = 0.0
 
     def choose(self, confidences: Sequence[Sequence[float]]) -> Choice:
         """Decide for a step over these sequences, by the confidences last reported for each.
@@ -457,6 +459,9 @@ class DraftPlanner:
         if not math.isfinite(told):
             return
         key = rows.bit_length()  # sizes of a kind
+        self._sizes[key] += 1
+        self._predicted_s += told + self.slope * rows
+        self._measured_s += seconds
         self._residuals.setdefault(key, deque(maxlen=256)).append((seconds - told) / rows)
         self._observed += 1
         if self._observed % 32 == 0:
@@ -474,6 +479,12 @@ class DraftPlanner:
             **self.stats.summary(),
             "mean_survival": self._mean.tolist() if self._has_mean else None,
             "extra_seconds_per_row": self.slope,
+            "steps_by_rows": {
+                f"{1 << size - 1}-{(1 << size) - 1}": count
+                for size, count in sorted(self._sizes.items())
+            },
+            "predicted_step_s": self._predicted_s / self._observed if self._observed else None,
+            "measured_step_s": self._measured_s / self._observed if self._observed else None,
             "cost_curve": None
             if self.curve is None
             else {
