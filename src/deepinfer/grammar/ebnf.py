@@ -24,6 +24,7 @@ from deepinfer.grammar.nodes import (
     Seq,
     alt,
     complement,
+    is_nullable,
     literal,
     merge,
     references,
@@ -276,22 +277,10 @@ def _nullable(rules: dict[str, Node]) -> set[str]:
     while changed:
         changed = False
         for name, node in rules.items():
-            if name not in found and _is_nullable(node, found):
+            if name not in found and is_nullable(node, found):
                 found.add(name)
                 changed = True
     return found
-
-
-def _is_nullable(node: Node, known: set[str]) -> bool:
-    if isinstance(node, Chars):
-        return False
-    if isinstance(node, Ref):
-        return node.name in known
-    if isinstance(node, Repeat):
-        return node.low == 0 or _is_nullable(node.item, known)
-    if isinstance(node, Seq):
-        return all(_is_nullable(item, known) for item in node.items)
-    return any(_is_nullable(item, known) for item in node.items)
 
 
 def _firsts(node: Node, nullable: set[str]) -> Iterator[str]:
@@ -306,7 +295,7 @@ def _firsts(node: Node, nullable: set[str]) -> Iterator[str]:
     elif isinstance(node, Seq):
         for item in node.items:
             yield from _firsts(item, nullable)
-            if not _is_nullable(item, nullable):
+            if not is_nullable(item, nullable):
                 return
 
 

@@ -26,6 +26,7 @@ from deepinfer.grammar.nodes import (
     alt,
     complement,
     inline,
+    is_nullable,
     merge,
     references,
     rust_regex,
@@ -115,28 +116,18 @@ def _group(node: Node) -> Node:
 def _lexeme(node: Node) -> Node:
     if node == EMPTY:
         return EMPTY
-    if not _nullable(node):
+    if not is_nullable(node):
         return _Lexeme(node)  # type: ignore[return-value]  # one more kind of node, in here
     filled = _nonempty(node)
     return Alt((EMPTY, _Lexeme(filled)))  # type: ignore[arg-type]
 
 
-def _nullable(node: Node) -> bool:
-    if isinstance(node, Chars):
-        return False
-    if isinstance(node, Repeat):
-        return node.low == 0 or _nullable(node.item)
-    assert isinstance(node, Seq | Alt), node
-    found = (_nullable(item) for item in node.items)
-    return all(found) if isinstance(node, Seq) else any(found)
-
-
 def _nonempty(node: Node) -> Node:
     """Return the texts of a node without the empty one."""
-    if isinstance(node, Chars) or not _nullable(node):
+    if isinstance(node, Chars) or not is_nullable(node):
         return node
     if isinstance(node, Repeat):
-        if _nullable(node.item):
+        if is_nullable(node.item):
             return Repeat(_nonempty(node.item), 1, node.high)
         return Repeat(node.item, 1, node.high)
     assert isinstance(node, Seq | Alt), node
@@ -256,7 +247,7 @@ def _firsts(node: Node) -> Ranges:
     found: list[tuple[int, int]] = []
     for item in node.items:
         found += _firsts(item)
-        if isinstance(node, Seq) and not _nullable(item):
+        if isinstance(node, Seq) and not is_nullable(item):
             break
     return merge(found)
 

@@ -64,11 +64,6 @@ class Matcher:
         """Whether the grammar does not hold yet."""
         return self._progress < len(self._trigger)
 
-    @property
-    def position(self) -> object:
-        """The position in the library."""
-        return self._position
-
     def accept(self, token_id: int) -> bool:
         """Take a generated id, which is no end; return False, and stay, when it is not legal."""
         if self._is_broken:

@@ -8,7 +8,7 @@ linear time, whatever the pattern: it has the last word on finished text.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,6 +32,7 @@ __all__ = [
     "complement",
     "gbnf",
     "inline",
+    "is_nullable",
     "lark",
     "literal",
     "merge",
@@ -159,6 +160,21 @@ def size(node: Node, sizes: Mapping[str, int] | None = None) -> int:
         times = node.low + 1 if node.high is None else max(node.high, 1)
         return min(MAX_SIZE, size(node.item, sizes) * times)
     return min(MAX_SIZE, 1 + sum(size(item, sizes) for item in node.items))
+
+
+def is_nullable(node: Node, known: Container[str] = ()) -> bool:
+    """Tell whether the empty text belongs to a node.
+
+    known  rules to which it belongs
+    """
+    if isinstance(node, Chars):
+        return False
+    if isinstance(node, Ref):
+        return node.name in known
+    if isinstance(node, Repeat):
+        return node.low == 0 or is_nullable(node.item, known)
+    found = (is_nullable(item, known) for item in node.items)
+    return all(found) if isinstance(node, Seq) else any(found)
 
 
 def references(node: Node) -> Iterable[str]:
