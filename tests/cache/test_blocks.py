@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from deepinfer.cache.blocks import BlockPool
 
 
-def test_first_freed_is_first_reused_and_block_0_stays() -> None:
+def test_last_freed_is_first_reused_and_block_0_stays() -> None:
     pool = BlockPool(5)
     first = pool.allocate(4)
     assert first == [1, 2, 3, 4] and pool.num_free == 0
     pool.release([3])
     pool.release([1])
-    assert pool.allocate(2) == [3, 1]
+    assert pool.allocate(2) == [1, 3]
 
 
 def test_misuse_is_an_assertion() -> None:

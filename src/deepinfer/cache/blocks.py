@@ -13,7 +13,7 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Reference-counted block ids 1..num_blocks-1, handed out in the order they were freed."""
+    """Reference-counted block ids 1..num_blocks-1, the last freed handed out first."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, num_blocks
@@ -51,12 +51,13 @@ class BlockPool:
             self._counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Let go of blocks once; those that nobody holds go to the end of the free list."""
+        """Let go of blocks once; those that nobody holds go to the front of the free list: memory
+        that was touched is used again before more is."""
         for block in blocks:
             assert self._counts[block] > 0, block
             self._counts[block] -= 1
             if self._counts[block] == 0:
-                self._free.append(block)
+                self._free.appendleft(block)
 
     def check(self) -> None:
         """Assert that every block is either free or held, and none is both."""

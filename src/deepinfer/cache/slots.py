@@ -13,7 +13,7 @@ __all__ = ["SlotPool"]
 
 
 class SlotPool:
-    """Slot ids 1..num_slots-1, handed out in the order they were freed."""
+    """Slot ids 1..num_slots-1, the last freed handed out first."""
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots >= 2, num_slots
@@ -37,7 +37,7 @@ class SlotPool:
         """Give a slot back."""
         assert self._taken[slot], slot
         self._taken[slot] = False
-        self._free.append(slot)
+        self._free.appendleft(slot)
 
     def check(self) -> None:
         """Assert that every slot is either free or taken, and none is both."""
