@@ -18,7 +18,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=True)
 
 
 def llm(model: str = "golden", **settings: object) -> LLM:
-    dotted: dict[str, object] = {"scheduling.max_num_seqs": 8, "cache.tokens_per_block": 32}
+    dotted: dict[str, object] = {
+        "scheduling.max_num_seqs": 8,
+        "scheduling.overlap": True,
+        "cache.tokens_per_block": 32,
+    }
     dotted |= {key.replace("__", "."): value for key, value in settings.items()}
     return LLM(model, "cpu", dotted)
 

@@ -80,8 +80,8 @@ def test_a_request_alone_equals_it_in_a_batch(llm: LLM, together: list[Completio
         {"scheduling.max_num_seqs": 2},
         {"scheduling.chunk_size": 7, "scheduling.max_num_batched_tokens": 20},
         {"scheduling.chunk_size": 64, "numerics.batch_invariant": False},
-        {"scheduling.overlap": False},
-        {"scheduling.overlap": False, "scheduling.max_num_seqs": 3},
+        {"scheduling.overlap": True},
+        {"scheduling.overlap": True, "scheduling.max_num_seqs": 3},
     ],
     ids=str,
 )

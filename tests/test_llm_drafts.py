@@ -19,7 +19,11 @@ from deepinfer.llm import LLM
 Config = Mapping[str, object]
 Told = tuple[Any, ...]
 
-BASE = {"scheduling.max_num_seqs": 8, "speculation.cost_cache_seconds": 0}
+BASE = {
+    "scheduling.max_num_seqs": 8,
+    "scheduling.overlap": True,
+    "speculation.cost_cache_seconds": 0,
+}
 PROMPTS = [[i + 3, i + 9, 7] for i in range(3)] + [[(5 * i) % 200 + 3 for i in range(150)], [9]]
 MIX = [
     SamplingParams(max_tokens=24, temperature=0.0, top_logprobs=2),

@@ -316,7 +316,9 @@ class LLM:
     @property
     def overlaps(self) -> bool:
         """Whether a step is planned while the one before runs."""
-        return overlaps(self.config)
+        return overlaps(
+            self.config, self.model_config, on_cpu=self.device.torch_device.type == "cpu"
+        )
 
     @property
     def max_model_len(self) -> int:

@@ -267,16 +267,16 @@ def test_a_difference_between_the_paths(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A fast path that is wrong from layer 3 on is caught there."""
-    from deepinfer.kernels.router import reference
+    from deepinfer.kernels.router import cpu
 
-    real, calls = reference.route, []
+    real, calls = cpu.route, []
 
     def wrong(*args: object) -> tuple[Tensor, Tensor]:
         calls.append(1)
         chosen, weight = real(*args)  # type: ignore[arg-type]
         return chosen, weight * 1.01 if len(calls) > 3 else weight
 
-    monkeypatch.setattr(reference, "route", wrong)
+    monkeypatch.setattr(cpu, "route", wrong)
     assert main(["compare", "--model", "golden", "--token-ids", "5,6,7"]) == 1
     assert "first difference: route_weight of layer 3, position 0" in capsys.readouterr().out
 

@@ -117,7 +117,7 @@ def test_config_resolves_every_auto(capsys: pytest.CaptureFixture[str]) -> None:
         "cache.prefix_checkpoints",
         "replay.keep_tokens",
     }  # both parts are off
-    assert shown["scheduling.max_model_len"] == 512 and shown["scheduling.overlap"] is True
+    assert shown["scheduling.max_model_len"] == 512 and shown["scheduling.overlap"] is False
     with LLM("golden", device="cpu", config={"scheduling.max_model_len": 512}) as llm:
         sizes = llm.sizes
     assert shown["cache.num_blocks"] == sizes.num_blocks - 1

@@ -130,6 +130,7 @@ def ways_for(model: ModelConfig, num_cases: int, quick: bool) -> list[Way]:
         Way(name="submitted in another order", order=tuple(shuffled)),
         Way(name="arriving one after the other", stagger=2),
         Way(name="put back by force", preempt=True),
+        Way(name="overlap on", settings={"scheduling.overlap": True}),
         Way(name="overlap off", settings={"scheduling.overlap": False}),
         Way(name="prefix cache, second run", settings={"cache.prefix": True}, twice=True),
     ]
@@ -159,11 +160,12 @@ def _draft_ways(count: int, few: bool) -> Iterator[Way]:
     name = f"{count} drafts, chosen by confidence"
     yield Way(name=name, settings=variable, made_costs=True)
     yield Way(name=f"{name}, with others", settings=variable, made_costs=True, companions=24)
-    yield Way(
-        name=f"{name}, overlap off",
-        settings={**variable, "scheduling.overlap": False},
-        made_costs=True,
-    )
+    for on in (True, False):
+        yield Way(
+            name=f"{name}, overlap {'on' if on else 'off'}",
+            settings={**variable, "scheduling.overlap": on},
+            made_costs=True,
+        )
     yield Way(name=f"{name}, put back", settings=variable, made_costs=True, preempt=True)
     yield Way(
         name=f"{count} drafts, chunks of 32, prefix cache",

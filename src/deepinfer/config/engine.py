@@ -224,7 +224,9 @@ class SchedulingConfig(_Group):
 
     overlap: bool | Literal["auto"] = field(
         default="auto",
-        metadata=_about("plan the next step while the device runs this one; auto = on"),
+        metadata=_about(
+            "plan the next step while this one runs; auto = on, but for narrow models on a CPU"
+        ),
     )
     max_num_seqs: int = field(default=64, metadata=_about("most sequences running at a time", 1))
     max_num_batched_tokens: int | Literal["auto"] = field(

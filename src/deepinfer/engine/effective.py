@@ -11,13 +11,19 @@ from deepinfer.engine.sizing import max_rollback, num_checkpoints
 __all__ = ["SMALL_HIDDEN", "cpu_threads", "effective_config", "overlaps"]
 
 SMALL_HIDDEN = 1024
-"""Below this width an operation on a CPU is too short to share out: waiting for a second thread,
-which another program may have pushed off its core, costs more than it brings."""
+"""Below this width an operation on a CPU is too short to share out, or to overlap with planning:
+waiting for a second thread, which may have been pushed off its core, costs more than it brings."""
 
 
-def overlaps(config: EngineConfig) -> bool:
-    """Return whether a step is planned while the one before runs."""
-    return config.scheduling.overlap in (True, "auto")
+def overlaps(config: EngineConfig, model: ModelConfig, *, on_cpu: bool) -> bool:
+    """Return whether a step is planned while the one before runs.
+
+    On a CPU the device side is a thread of the same interpreter: between the short operations of a
+    narrow model the two threads wait for each other more than they gain.
+    """
+    if config.scheduling.overlap == "auto":
+        return not on_cpu or model.hidden_size >= SMALL_HIDDEN
+    return config.scheduling.overlap
 
 
 def cpu_threads(config: EngineConfig, model: ModelConfig) -> int | None:
@@ -41,7 +47,7 @@ def effective_config(
     kept = keep_tokens(config, model)
     numerics = config.numerics
     values: dict[str, object] = {
-        "scheduling.overlap": overlaps(config),
+        "scheduling.overlap": overlaps(config, model, on_cpu=on_cpu),
         "scheduling.max_num_batched_tokens": sizes.max_num_batched_tokens,
         "scheduling.max_model_len": sizes.max_model_len,
         "scheduling.chunk_size": sizes.chunk_tokens,
