@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -245,7 +246,8 @@ def test_a_progress_callback_cannot_run_the_engine(
 
 
 def test_interrupt_keeps_what_is_finished(llm: ToyLLM) -> None:
-    params = [SamplingParams(seed=3, max_tokens=n, ignore_eos=True) for n in (2, 40, 40, 40, 40)]
+    params = [SamplingParams(seed=3, max_tokens=40, ignore_eos=True) for _ in range(5)]
+    params[0] = replace(params[0], stop_token_ids=range(VOCAB))
     steps = 0
 
     def press(plan: StepPlan) -> None:
@@ -260,7 +262,7 @@ def test_interrupt_keeps_what_is_finished(llm: ToyLLM) -> None:
     results = caught.value.completions
     assert [r.index for r in results] == [0, 1, 2, 3, 4]
     reasons = [r.finish_reason for r in results]
-    assert reasons == ["length", "abort", "abort", "invalid_request", "abort"]
+    assert reasons == ["stop", "abort", "abort", "invalid_request", "abort"]
     assert results[1].token_ids and results[1].error is None
     assert list(results[1].token_ids) == expected([6], params[1])[: len(results[1].token_ids)]
     assert steps == 5 + llm.overlaps, "a step was launched after the interrupt"
@@ -362,3 +364,16 @@ def test_unknown_model_and_device(tmp_path: Path) -> None:
         LLM("demo", config=5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"scheduling\.max_num_seqs"):
         LLM("demo", config={"max_num_seqs": 3})
+
+
+def test_generate_lets_the_largest_budgets_in_first(llm: ToyLLM) -> None:
+    """With three sequences at a time, the long request among short ones does not wait for them."""
+    budgets = [2, 2, 2, 2, 9, 2, 9]
+    results = llm.generate(
+        [[5, 6, i] for i in range(7)],
+        [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in budgets],
+    )
+    assert [result.index for result in results] == list(range(7))
+    assert [len(result.token_ids) for result in results] == budgets
+    order = sorted(range(7), key=lambda i: results[i].ttft_s or 0.0)
+    assert {4, 6} <= set(order[:3])

@@ -343,8 +343,9 @@ class LLM:
         progress         called after every step; what it raises is logged. It may submit and
                          cancel, as other threads may: what they submit runs along, for `step` to
                          return
-        A prompt that cannot run has a completion with `error` set, and the others run. Raises
-        RequestError when the arguments as a whole do not fit together, and Interrupted on Ctrl-C.
+        Prompts with a larger `max_tokens` enter first, equal ones in input order. A prompt that
+        cannot run has a completion with `error` set, and the others run. Raises RequestError when
+        the arguments as a whole do not fit together, and Interrupted on Ctrl-C.
         """
         self._free_loop()
         entries = split_prompts(prompts)
@@ -357,7 +358,9 @@ class LLM:
             start_tokens = loop.scheduler.num_generated
             self._in_generate = True
         try:
-            for request_id, task in zip(ids, tasks, strict=True):
+            # The largest budgets enter first: nothing long is left to run alone at the end.
+            queue = sorted(zip(ids, tasks, strict=True), key=lambda entry: -entry[1][2].max_tokens)
+            for request_id, task in queue:
                 self._submit(request_id, *task, streams=False)
             while len(done) < len(tasks):
                 with interrupt_after():
