@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from hypothesis import settings
 if "PYTEST_XDIST_WORKER" in os.environ:
     for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[_name] = "1"
+
+# A shell starts what runs in its background without Ctrl-C, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OPT_IN = ("gpu", "multi", "official", "bench", "slow", "sm90", "sm100", "ascend")
 NEEDS_GPU = ("sm90", "sm100", "ascend")
