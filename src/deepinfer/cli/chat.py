@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from deepinfer.chat.decode import Content, Reasoning
@@ -25,6 +21,7 @@ from deepinfer.cli.common import (
     UsageError,
     add_settings,
     engine_config,
+    interrupt_sets_flag,
     note,
     parse_ids,
     tell,
@@ -226,7 +223,7 @@ class _Session:
         terminal, said, thought = self._terminal, "", ""
         result: ChatCompletion | None = None
         start = time.perf_counter()
-        with _interrupt_sets_flag() as stopped:
+        with interrupt_sets_flag() as stopped:
             deltas = self._llm.stream_chat(self.history, self._params, self._options)
             with closing(deltas):
                 for delta in deltas:
@@ -330,26 +327,6 @@ class _Terminal:
         """Say how fast an answer was."""
         if not self.quiet and self.is_interactive and num_tokens and took_s > 0:
             note(f"({num_tokens} tokens, {num_tokens / took_s:.1f} tokens/s)")
-
-
-@contextmanager
-def _interrupt_sets_flag() -> Iterator[threading.Event]:
-    """Let the first Ctrl-C set a flag, so that a step is never torn; the next one interrupts."""
-    flag = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if flag.is_set():
-            raise KeyboardInterrupt
-        flag.set()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield flag
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _options(args: argparse.Namespace) -> ChatOptions:

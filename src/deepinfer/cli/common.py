@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from deepinfer.config.engine import EngineConfig
@@ -16,8 +19,10 @@ __all__ = [
     "Parser",
     "SubParsers",
     "UsageError",
+    "add_sampling",
     "add_settings",
     "engine_config",
+    "interrupt_sets_flag",
     "note",
     "parse_ids",
     "positive",
@@ -71,6 +76,27 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sampling(sampling: argparse._ArgumentGroup) -> None:
+    """Add the flags of how to draw; what is not given stays None."""
+    sampling.add_argument("--max-tokens", type=int, help="most tokens to generate (16)")
+    sampling.add_argument("--min-tokens", type=int, help="fewest tokens to generate (0)")
+    sampling.add_argument("--temperature", type=float, help="0 takes the likeliest token (1)")
+    sampling.add_argument("--top-p", type=float, help="in (0, 1] (1)")
+    sampling.add_argument("--top-k", type=int, help="-1 is off (-1)")
+    sampling.add_argument("--seed", type=int, help="makes the draws repeatable (random)")
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", help="a text that ends the output; repeatable"
+    )
+    sampling.add_argument("--stop-token-ids", type=parse_ids, metavar="IDS", help="ids that end it")
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on after end-of-sequence"
+    )
+    sampling.add_argument(
+        "--logprobs", action="store_true", default=None, help="log-probability of each token"
+    )
+    sampling.add_argument("--top-logprobs", type=int, metavar="N", help="and of N alternatives")
+
+
 def engine_config(args: argparse.Namespace, **values: str) -> EngineConfig:
     """Return the settings of a command line; `values` are settings that other flags gave.
 
@@ -106,3 +132,23 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer >= 1")
     return value
+
+
+@contextmanager
+def interrupt_sets_flag() -> Iterator[threading.Event]:
+    """Let the first Ctrl-C set a flag, so that a step is never torn; the next one interrupts."""
+    flag = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if flag.is_set():
+            raise KeyboardInterrupt
+        flag.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, before)

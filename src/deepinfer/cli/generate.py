@@ -15,6 +15,7 @@ from typing import Any, Final
 from deepinfer.cli.common import (
     SubParsers,
     UsageError,
+    add_sampling,
     add_settings,
     engine_config,
     note,
@@ -69,23 +70,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         "--token-ids", metavar="IDS", type=parse_ids, help="ids, as in 1,2,3", **shared
     )
     sampling = parser.add_argument_group("sampling, the same for every prompt")
-    sampling.add_argument("--max-tokens", type=int, help="most tokens to generate (16)")
-    sampling.add_argument("--min-tokens", type=int, help="fewest tokens to generate (0)")
-    sampling.add_argument("--temperature", type=float, help="0 takes the likeliest token (1)")
-    sampling.add_argument("--top-p", type=float, help="in (0, 1] (1)")
-    sampling.add_argument("--top-k", type=int, help="-1 is off (-1)")
-    sampling.add_argument("--seed", type=int, help="makes the draws repeatable (random)")
-    sampling.add_argument(
-        "--stop", action="append", metavar="TEXT", help="a text that ends the output; repeatable"
-    )
-    sampling.add_argument("--stop-token-ids", type=parse_ids, metavar="IDS", help="ids that end it")
-    sampling.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on after end-of-sequence"
-    )
-    sampling.add_argument(
-        "--logprobs", action="store_true", default=None, help="log-probability of each token"
-    )
-    sampling.add_argument("--top-logprobs", type=int, metavar="N", help="and of N alternatives")
+    add_sampling(sampling)
     add_shape_flags(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")

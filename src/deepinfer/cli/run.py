@@ -8,24 +8,22 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from deepinfer.cli.common import (
     SubParsers,
     UsageError,
+    add_sampling,
     add_settings,
     engine_config,
+    interrupt_sets_flag,
     note,
-    parse_ids,
     positive,
     tell,
 )
@@ -85,23 +83,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         help=f"whether plain conversations think (auto: on, but off for {DEMO_MODEL})",
     )
     sampling = parser.add_argument_group("sampling of plain rows that do not say")
-    sampling.add_argument("--max-tokens", type=int, help="most tokens to generate (16)")
-    sampling.add_argument("--min-tokens", type=int, help="fewest tokens to generate (0)")
-    sampling.add_argument("--temperature", type=float, help="0 takes the likeliest token (1)")
-    sampling.add_argument("--top-p", type=float, help="in (0, 1] (1)")
-    sampling.add_argument("--top-k", type=int, help="-1 is off (-1)")
-    sampling.add_argument("--seed", type=int, help="makes the draws repeatable (random)")
-    sampling.add_argument(
-        "--stop", action="append", metavar="TEXT", help="a text that ends the output; repeatable"
-    )
-    sampling.add_argument("--stop-token-ids", type=parse_ids, metavar="IDS", help="ids that end it")
-    sampling.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on after end-of-sequence"
-    )
-    sampling.add_argument(
-        "--logprobs", action="store_true", default=None, help="log-probability of each token"
-    )
-    sampling.add_argument("--top-logprobs", type=int, metavar="N", help="and of N alternatives")
+    add_sampling(sampling)
     add_shape_flags(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
@@ -155,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
             )
             meter = None if args.quiet else _Meter()
             try:
-                with _interrupt_sets_flag() as flag:
+                with interrupt_sets_flag() as flag:
                     totals = run_jobs(
                         llm,
                         source,
@@ -215,26 +197,6 @@ def _settings(folder: Path, config: EngineConfig, defaults: Mapping[str, Any]) -
     if tokenizer.is_file():
         parts.append(hashlib.sha256(tokenizer.read_bytes()).hexdigest())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-@contextmanager
-def _interrupt_sets_flag() -> Iterator[threading.Event]:
-    """Let the first Ctrl-C end the run between two steps; the next one interrupts at once."""
-    flag = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if flag.is_set():
-            raise KeyboardInterrupt
-        flag.set()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield flag
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class _Meter:
