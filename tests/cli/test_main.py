@@ -59,6 +59,12 @@ def test_what_needs_no_torch_loads_none(argv: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_package_runs_as_a_module() -> None:
+    done = python("-m", "deepinfer", "--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"deepinfer {deepinfer.__version__}")
+    assert python("-m", "deepinfer", "nosuch").returncode == 2
+
+
 def test_closed_pipe_is_quiet() -> None:
     command = f"{sys.executable} -m deepinfer.cli.main config --describe"
     piped = subprocess.run(
