@@ -33,6 +33,9 @@ class Case:
                the rounding to the result's type; 0 = bit for bit
     row_flops  multiplications and additions per row, for benchmarks
     large      too slow for the tests: real dimensions, for benchmarks
+    timed      row counts that benchmarks run a large case with
+    moved      bytes that must be read and written at least; None = every tensor of the arguments
+               and the result once, a weight in its stored form
     """
 
     op: str
@@ -43,6 +46,8 @@ class Case:
     tolerance: float = 2e-6
     row_flops: int = 0
     large: bool = False
+    timed: tuple[int, ...] = ()
+    moved: Callable[[Arguments], int] | None = None
 
     def select(self, arguments: Arguments, index: Tensor) -> Arguments:
         """Return the arguments of some rows, index [n] ascending."""

@@ -25,11 +25,13 @@ def _case(
     absent: float = 0.0,
     spread: float = 1.0,
     large: bool = False,
+    timed: tuple[int, ...] = (),
+    pool: int = 0,
 ) -> Case:
     """`sliding`: row t sees the `window` entries that end with its own, as in a prefill.
 
     `gathered`: every row brings its own entries, as in a decode step. `absent`: share of slots.
-    Every seventh row has no slot at all where any is absent.
+    Every seventh row has no slot at all where any is absent. `pool`: entries to select from.
     """
     exact = dtype == torch.float32
 
@@ -45,7 +47,7 @@ def _case(
             pair = _entries(num_rows, window, dim, absent, gathered, generator)
         main_kv, main_idx = None, None
         if selected:
-            main_kv, main_idx = _entries(num_rows, selected, dim, absent, gathered, generator)
+            main_kv, main_idx = _entries(num_rows, selected, dim, absent, gathered, generator, pool)
         return q, *pair, main_kv, main_idx, sink, dim**-0.5, not exact
 
     return Case(
@@ -56,11 +58,18 @@ def _case(
         tolerance=1e-5 if exact else 8e-3,
         row_flops=4 * heads * dim * (window + selected),
         large=large,
+        timed=timed,
     )
 
 
 def _entries(
-    num_rows: int, slots: int, dim: int, absent: float, gathered: bool, generator: torch.Generator
+    num_rows: int,
+    slots: int,
+    dim: int,
+    absent: float,
+    gathered: bool,
+    generator: torch.Generator,
+    pool: int = 0,
 ) -> tuple[Tensor, Tensor]:
     missing = torch.rand(num_rows, slots, generator=generator) < absent
     if absent:
@@ -69,8 +78,9 @@ def _entries(
         kv = normal(generator, num_rows, slots, dim, dtype=torch.bfloat16).float()
         idx = torch.arange(num_rows * slots).view(num_rows, slots)
     else:
-        kv = normal(generator, 3 * slots + 1, dim, dtype=torch.bfloat16).float()
-        idx = torch.randint(0, 3 * slots + 1, (num_rows, slots), generator=generator)
+        pool = pool or 3 * slots + 1
+        kv = normal(generator, pool, dim, dtype=torch.bfloat16).float()
+        idx = torch.randint(0, pool, (num_rows, slots), generator=generator)
     return kv, idx.masked_fill(missing, -1)
 
 
@@ -86,5 +96,6 @@ CASES: Final = (
     _case("mostly absent", 2, 32, 70, 70, absent=0.95),
     _case("strict", 3, 96, 50, 17, dtype=torch.float32, absent=0.3),
     _case("strict decode", 4, 128, 128, 16, dtype=torch.float32, gathered=True, absent=0.2),
-    _case("real decode", 64, 512, 128, 512, gathered=True, large=True),
+    _case("real decode", 64, 512, 128, 512, gathered=True, large=True, timed=(32, 192, 768)),
+    _case("real prefill", 64, 512, 128, 512, sliding=True, large=True, timed=(4096,), pool=65536),
 )

@@ -39,7 +39,13 @@ def _lookup(name: str, rows: int, dim: int, columns: int, dtype: torch.dtype) ->
 
 
 def _gate(
-    name: str, streams: int, dim: int, dtype: torch.dtype, scale: float = 1.0, silent: bool = False
+    name: str,
+    streams: int,
+    dim: int,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    silent: bool = False,
+    timed: tuple[int, ...] = (),
 ) -> Case:
     """`silent`: every key is 0, so that the floor below the square root decides."""
 
@@ -50,7 +56,15 @@ def _gate(
             kv[:, : streams * dim] = 0.0
         return x, kv, 1.0 + normal(generator, streams, dim, scale=0.1), 1e-20
 
-    return Case(op="engram_gate", name=name, build=build, rows=(0, 1), row_flops=8 * streams * dim)
+    return Case(
+        op="engram_gate",
+        name=name,
+        build=build,
+        rows=(0, 1),
+        row_flops=8 * streams * dim,
+        large=bool(timed),
+        timed=timed,
+    )
 
 
 CASES: Final = (
@@ -60,6 +74,7 @@ CASES: Final = (
     _lookup("rows", 1588, 32, 6, torch.bfloat16),
     _lookup("wide rows, strict", 100, 256, 4, torch.float32),
     _gate("four streams", 4, 64, torch.bfloat16),
+    _gate("real", 4, 5120, torch.bfloat16, timed=(32, 512, 4096)),
     _gate("small values", 4, 64, torch.bfloat16, 1e-6),
     _gate("three streams, strict", 3, 80, torch.float32),
     _gate("keys of zero, strict", 4, 64, torch.float32, silent=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final, cast
 
 import torch
@@ -11,6 +12,9 @@ from deepinfer.kernels.cases import Arguments, Case, normal
 from deepinfer.kernels.expert_linear import Fp4Weight
 
 __all__ = ["CASES"]
+
+_PAIRS: Final = (192, 384, 768, 1152, 2304, 24576)
+"""(token, expert) pairs of a decode step or a prefill chunk at one rank of eight."""
 
 
 def fp4_weight(
@@ -37,6 +41,7 @@ def _experts(
     quantize: bool = True,
     copied: bool = True,
     skewed: bool = False,
+    large: bool = False,
 ) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         weight = fp4_weight(generator, experts, rows, columns, copied)
@@ -55,8 +60,21 @@ def _experts(
         kept = cast("Tensor", x).index_select(0, index)
         return kept, weight, _offsets(owner[index], experts), quantized
 
-    flops = 2 * rows * columns
-    return Case(op="expert_linear", name=name, build=build, take=take, row_flops=flops)
+    def moved(arguments: Arguments) -> int:  # experts without rows are not read
+        bounds = cast("list[int]", arguments[2])
+        hit = sum(1 for begin, end in pairwise(bounds) if begin < end)
+        return hit * rows * columns * 17 // 32 + 2 * bounds[-1] * (columns + rows)
+
+    return Case(
+        op="expert_linear",
+        name=name,
+        build=build,
+        take=take,
+        row_flops=2 * rows * columns,
+        large=large,
+        timed=_PAIRS if large else (),
+        moved=moved if large else None,
+    )
 
 
 def _offsets(owner: Tensor, experts: int) -> list[int]:
@@ -64,14 +82,24 @@ def _offsets(owner: Tensor, experts: int) -> list[int]:
     return [0, *counts.cumsum(0).tolist()]
 
 
-def _swiglu(name: str, dim: int, limit: float, weighted: bool, dtype: torch.dtype) -> Case:
+def _swiglu(
+    name: str, dim: int, limit: float, weighted: bool, dtype: torch.dtype, large: bool = False
+) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         gate = normal(generator, num_rows, dim, dtype=dtype, scale=4.0)
         up = normal(generator, num_rows, dim, dtype=dtype, scale=4.0)
         weight = torch.rand(num_rows, generator=generator) if weighted else None
         return gate, up, limit, weight
 
-    return Case(op="swiglu", name=name, build=build, rows=(0, 1, 3), row_flops=6 * dim)
+    return Case(
+        op="swiglu",
+        name=name,
+        build=build,
+        rows=(0, 1, 3),
+        row_flops=6 * dim,
+        large=large,
+        timed=(1152, 24576) if large else (),
+    )
 
 
 CASES: Final = (
@@ -79,6 +107,9 @@ CASES: Final = (
     _experts("w2", 8, 64, 32, copied=False),
     _experts("most experts idle", 12, 48, 96, skewed=True),
     _experts("strict", 4, 32, 64, torch.float32, quantize=False),
+    _experts("real gate and up, 48 local", 48, 4608, 5120, copied=False, large=True),
+    _experts("real down, 48 local", 48, 5120, 2304, copied=False, large=True),
+    _swiglu("real", 2304, 10.0, True, torch.bfloat16, large=True),
     _swiglu("routed", 32, 1.0, True, torch.bfloat16),
     _swiglu("shared", 32, 10.0, False, torch.bfloat16),
     _swiglu("no limit, odd width", 33, 0.0, True, torch.float32),

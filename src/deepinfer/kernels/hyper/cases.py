@@ -11,9 +11,17 @@ from deepinfer.kernels.linear import DenseWeight
 
 __all__ = ["CASES"]
 
+_SITE: Final = (32, 512, 4096)
+
 
 def _mix(
-    name: str, streams: int, dim: int, dtype: torch.dtype, iters: int = 20, gain: float = 1.0
+    name: str,
+    streams: int,
+    dim: int,
+    dtype: torch.dtype,
+    iters: int = 20,
+    gain: float = 1.0,
+    timed: tuple[int, ...] = (),
 ) -> Case:
     width = (2 + streams) * streams
 
@@ -24,21 +32,38 @@ def _mix(
         h = normal(generator, num_rows, streams, dim, dtype=dtype)
         return h, DenseWeight(fn, fn), scale, base, 1e-20, 1e-6, iters
 
-    flops = 2 * width * streams * dim
-    return Case(op="hyper_mix", name=name, build=build, row_flops=flops, tolerance=1e-5)
+    return Case(
+        op="hyper_mix",
+        name=name,
+        build=build,
+        row_flops=2 * width * streams * dim,
+        tolerance=1e-5,
+        large=bool(timed),
+        timed=timed,
+    )
 
 
-def _collapse(name: str, streams: int, dim: int, dtype: torch.dtype) -> Case:
+def _collapse(
+    name: str, streams: int, dim: int, dtype: torch.dtype, timed: tuple[int, ...] = ()
+) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         h = normal(generator, num_rows, streams, dim, dtype=dtype)
         return h, torch.rand(num_rows, streams, generator=generator)
 
     return Case(
-        op="hyper_collapse", name=name, build=build, rows=(0, 1), row_flops=2 * streams * dim
+        op="hyper_collapse",
+        name=name,
+        build=build,
+        rows=(0, 1),
+        row_flops=2 * streams * dim,
+        large=bool(timed),
+        timed=timed,
     )
 
 
-def _expand(name: str, streams: int, dim: int, dtype: torch.dtype) -> Case:
+def _expand(
+    name: str, streams: int, dim: int, dtype: torch.dtype, timed: tuple[int, ...] = ()
+) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         h = normal(generator, num_rows, streams, dim, dtype=dtype)
         y = normal(generator, num_rows, dim, dtype=dtype)
@@ -46,8 +71,15 @@ def _expand(name: str, streams: int, dim: int, dtype: torch.dtype) -> Case:
         comb = torch.rand(num_rows, streams, streams, generator=generator) / streams
         return h, y, post, comb
 
-    flops = 2 * streams * (streams + 1) * dim
-    return Case(op="hyper_expand", name=name, build=build, rows=(0, 1, 2, 3), row_flops=flops)
+    return Case(
+        op="hyper_expand",
+        name=name,
+        build=build,
+        rows=(0, 1, 2, 3),
+        row_flops=2 * streams * (streams + 1) * dim,
+        large=bool(timed),
+        timed=timed,
+    )
 
 
 CASES: Final = (
@@ -60,4 +92,7 @@ CASES: Final = (
     _collapse("three streams, strict", 3, 33, torch.float32),
     _expand("four streams", 4, 64, torch.bfloat16),
     _expand("three streams, strict", 3, 33, torch.float32),
+    _mix("real", 4, 5120, torch.bfloat16, timed=_SITE),
+    _collapse("real", 4, 5120, torch.bfloat16, timed=_SITE),
+    _expand("real", 4, 5120, torch.bfloat16, timed=_SITE),
 )

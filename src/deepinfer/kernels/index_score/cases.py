@@ -20,6 +20,7 @@ def _case(
     rounding: str,
     dtype: torch.dtype = torch.bfloat16,
     own: bool = False,
+    timed: tuple[int, ...] = (),
 ) -> Case:
     """`own`: every row has its own keys."""
 
@@ -36,6 +37,8 @@ def _case(
         rows=(0, 1, 2) if own else (0, 1),
         row_flops=2 * heads * dim * keys,
         tolerance={"reference": 4e-2, "final": 2e-6, "none": 2e-6}[rounding],
+        large=bool(timed),
+        timed=timed,
     )
 
 
@@ -44,6 +47,7 @@ CASES: Final = (
     _case("many keys", 8, 128, 300, "reference"),
     _case("own keys", 4, 64, 70, "reference", own=True),
     _case("six heads", 6, 64, 70, "reference"),
+    _case("real, rounded once", 32, 128, 65536, "final", timed=(6, 768)),
     _case("rounded once", 8, 128, 130, "final"),
     _case("strict", 3, 96, 65, "none", torch.float32),
     _case("strict, own keys", 3, 96, 65, "none", torch.float32, own=True),

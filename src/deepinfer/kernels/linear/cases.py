@@ -11,6 +11,9 @@ from deepinfer.kernels.linear import DenseWeight, Fp8Weight
 
 __all__ = ["CASES"]
 
+_TOKENS: Final = (1, 32, 192, 384, 4096)
+"""Rows of the dense linears: one stream, decode steps, a prefill chunk."""
+
 
 def fp8_weight(generator: torch.Generator, rows: int, columns: int, copied: bool) -> Fp8Weight:
     """Draw an FP8 weight of about unit gain, with or without its fp32 copy."""
@@ -35,26 +38,55 @@ def _fp8(
         weight = fp8_weight(generator, rows, columns, copied)
         return normal(generator, num_rows, columns, dtype=dtype), weight, quantize
 
-    return Case(op="fp8_linear", name=name, build=build, row_flops=2 * rows * columns, large=large)
+    return Case(
+        op="fp8_linear",
+        name=name,
+        build=build,
+        row_flops=2 * rows * columns,
+        large=large,
+        timed=_TOKENS if large else (),
+    )
 
 
-def _dense(name: str, rows: int, columns: int, dtype: torch.dtype, out: torch.dtype) -> Case:
+def _dense(
+    name: str,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    out: torch.dtype,
+    timed: tuple[int, ...] = (),
+) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         stored = normal(generator, rows, columns, dtype=dtype, scale=columns**-0.5)
-        weight = DenseWeight(stored, stored.float() if rows % 64 else None)
+        weight = DenseWeight(stored, None if timed or rows % 64 == 0 else stored.float())
         return normal(generator, num_rows, columns, dtype=dtype), weight, out
 
-    return Case(op="dense_linear", name=name, build=build, row_flops=2 * rows * columns)
+    return Case(
+        op="dense_linear",
+        name=name,
+        build=build,
+        row_flops=2 * rows * columns,
+        large=bool(timed),
+        timed=timed,
+    )
 
 
-def _grouped(name: str, groups: int, rows: int, columns: int, quantize: bool) -> Case:
+def _grouped(
+    name: str, groups: int, rows: int, columns: int, quantize: bool, large: bool = False
+) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         weight = fp8_weight(generator, groups * rows, columns, False)
         x = normal(generator, num_rows, groups, columns, dtype=torch.bfloat16)
         return x, weight, quantize
 
-    flops = 2 * groups * rows * columns
-    return Case(op="grouped_linear", name=name, build=build, row_flops=flops)
+    return Case(
+        op="grouped_linear",
+        name=name,
+        build=build,
+        row_flops=2 * groups * rows * columns,
+        large=large,
+        timed=_TOKENS if large else (),
+    )
 
 
 CASES: Final = (
@@ -63,12 +95,17 @@ CASES: Final = (
     _fp8("ragged rows", 72, 160),
     _fp8("input as it is", 64, 64, quantize=False),
     _fp8("strict", 96, 128, torch.float32, quantize=False),
-    _fp8("real wq_a", 1280, 5120, large=True),
+    _fp8("real wq_a and wkv", 1792, 5120, copied=False, large=True),
     _fp8("real wq_b", 32768, 1280, copied=False, large=True),
+    _fp8("real wo_b", 5120, 8192, copied=False, large=True),
+    _fp8("real shared gate and up", 4608, 5120, copied=False, large=True),
+    _fp8("real shared down", 5120, 2304, copied=False, large=True),
     _dense("head", 288, 64, torch.bfloat16, torch.float32),
     _dense("one output", 1, 80, torch.bfloat16, torch.float32),
     _dense("keys", 128, 512, torch.bfloat16, torch.bfloat16),
     _dense("strict", 24, 256, torch.float32, torch.float32),
     _grouped("bf16 projection", 2, 32, 1024, False),
     _grouped("fp8 projection", 3, 32, 256, True),
+    _grouped("real wo_a", 8, 1024, 4096, True, large=True),
+    _dense("real head", 129280, 5120, torch.bfloat16, torch.float32, timed=(32, 192)),
 )

@@ -13,13 +13,22 @@ __all__ = ["CASES"]
 _FORMATS: Final = ("act8", "act4_e8", "act4_e4")
 
 
-def _random(fmt: str, dtype: torch.dtype, dim: int, *middle: int) -> Case:
+def _random(
+    fmt: str, dtype: torch.dtype, dim: int, *middle: int, timed: tuple[int, ...] = ()
+) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         magnitude = 2.0 ** torch.randint(-30, 30, (num_rows,), generator=generator).float()
         x = normal(generator, num_rows, *middle, dim)
         return (x * magnitude.view(-1, *(1,) * (x.ndim - 1))).to(dtype), fmt
 
-    return Case(op="round_trip", name=f"{fmt} {dtype} {dim}", build=build, tolerance=0.0)
+    return Case(
+        op="round_trip",
+        name=f"{fmt} {dtype} {dim}",
+        build=build,
+        tolerance=0.0,
+        large=bool(timed),
+        timed=timed,
+    )
 
 
 def _midpoints(fmt: str) -> Case:
@@ -45,14 +54,17 @@ def _edges(fmt: str) -> Case:
     return Case(op="round_trip", name=f"{fmt} edges", build=build, tolerance=0.0)
 
 
-CASES: Final = tuple(
-    case
-    for fmt in _FORMATS
-    for case in (
-        _random(fmt, torch.bfloat16, 64),
-        _random(fmt, torch.float32, 96),
-        _random(fmt, torch.bfloat16, 128, 4),
-        _midpoints(fmt),
-        _edges(fmt),
-    )
+CASES: Final = (
+    *(
+        case
+        for fmt in _FORMATS
+        for case in (
+            _random(fmt, torch.bfloat16, 64),
+            _random(fmt, torch.float32, 96),
+            _random(fmt, torch.bfloat16, 128, 4),
+            _midpoints(fmt),
+            _edges(fmt),
+        )
+    ),
+    _random("act8", torch.bfloat16, 5120, timed=(32, 4096)),
 )

@@ -17,7 +17,14 @@ def _case(name: str, dim: int, dtype: torch.dtype, scale: float = 1.0, large: bo
         x = normal(generator, num_rows, dim, dtype=dtype, scale=scale)
         return x, weight.to(dtype), 1e-20
 
-    return Case(op="rms_norm", name=name, build=build, row_flops=4 * dim, large=large)
+    return Case(
+        op="rms_norm",
+        name=name,
+        build=build,
+        row_flops=4 * dim,
+        large=large,
+        timed=(32, 512, 4096) if large else (),
+    )
 
 
 CASES: Final = (

@@ -25,20 +25,34 @@ def _angles(dims: int, limit: int) -> Case:
 
 
 def _rotation(
-    name: str, shape: tuple[int, ...], dims: int, dtype: torch.dtype, inverse: bool = False
+    name: str,
+    shape: tuple[int, ...],
+    dims: int,
+    dtype: torch.dtype,
+    inverse: bool = False,
+    timed: tuple[int, ...] = (),
 ) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         positions = torch.randint(0, 1 << 20, (num_rows,), generator=generator)
         cos, sin = cos_sin(positions, _frequencies(dims))
         return normal(generator, num_rows, *shape, dtype=dtype), cos, sin, inverse
 
-    return Case(op="rotate_tail", name=name, build=build, rows=(0, 1, 2), row_flops=3 * dims)
+    return Case(
+        op="rotate_tail",
+        name=name,
+        build=build,
+        rows=(0, 1, 2),
+        row_flops=3 * dims,
+        large=bool(timed),
+        timed=timed,
+    )
 
 
 CASES: Final = (
     _angles(64, 1000),
     _angles(32, 1 << 20),
     _rotation("queries", (4, 512), 64, torch.bfloat16),
+    _rotation("real queries", (64, 512), 64, torch.bfloat16, timed=(32, 192, 4096)),
     _rotation("outputs back", (3, 128), 32, torch.bfloat16, inverse=True),
     _rotation("entries", (512,), 64, torch.bfloat16),
     _rotation("all dims, strict", (2, 32), 32, torch.float32, inverse=True),

@@ -23,20 +23,38 @@ def _visible(num_rows: int, entries: int, generator: torch.Generator) -> Tensor:
     return torch.randint(0, entries + 1, (num_rows,), generator=generator)
 
 
-def _topk(name: str, entries: int, count: int, levels: int) -> Case:
+def _topk(name: str, entries: int, count: int, levels: int, timed: tuple[int, ...] = ()) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         scores = _scores(num_rows, entries, levels, generator)
         return scores, _visible(num_rows, entries, generator), count
 
-    return Case(op="select_topk", name=name, build=build, rows=(0, 1), tolerance=0.0)
+    return Case(
+        op="select_topk",
+        name=name,
+        build=build,
+        rows=(0, 1),
+        tolerance=0.0,
+        large=bool(timed),
+        timed=timed,
+    )
 
 
-def _blocks(name: str, entries: int, count: int, size: int, levels: int) -> Case:
+def _blocks(
+    name: str, entries: int, count: int, size: int, levels: int, timed: tuple[int, ...] = ()
+) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         scores = _scores(num_rows, entries, levels, generator)
         return scores, _visible(num_rows, entries, generator), count, size
 
-    return Case(op="select_blocks", name=name, build=build, rows=(0, 1), tolerance=0.0)
+    return Case(
+        op="select_blocks",
+        name=name,
+        build=build,
+        rows=(0, 1),
+        tolerance=0.0,
+        large=bool(timed),
+        timed=timed,
+    )
 
 
 def _mask(name: str, entries: int, count: int, size: int) -> Case:
@@ -52,6 +70,8 @@ CASES: Final = (
     _topk("ties", 77, 16, 3),
     _topk("fewer entries than wanted", 9, 16, 4),
     _topk("all of one entry", 1, 4, 1),
+    _topk("real", 131072, 512, 1 << 20, timed=(32, 768)),
+    _blocks("real", 131072, 2048, 8, 1 << 20, timed=(32, 768)),
     _blocks("distinct", 301, 8, 8, 1 << 20),
     _blocks("ties", 61, 4, 4, 2),
     _blocks("fewer blocks than wanted", 10, 8, 8, 4),
