@@ -134,7 +134,7 @@ def test_not_built(key: str) -> None:
 
 def test_groups_are_checked_when_built() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.data"):
-        ParallelConfig(data=2)
+        ParallelConfig(data=0)
     with pytest.raises(ConfigError) as caught:
         SchedulingConfig(max_num_seqs=-1, chunk_size="big")  # type: ignore[arg-type]
     assert len(caught.value.problems) == 2
@@ -144,7 +144,7 @@ def test_groups_are_checked_when_built() -> None:
 
 def test_all_problems_together() -> None:
     found = problems_of(
-        {"numerics.mode": 1, "cache": {"num_blocks": 0, "nothing": 1}, "parallel.expert": 4}
+        {"numerics.mode": 1, "cache": {"num_blocks": 0, "nothing": 1}, "parallel.expert": 0}
     )
     assert len(found) == 4
 
@@ -173,3 +173,11 @@ def test_text_never_crashes(values: dict[str, str]) -> None:
         assert error.problems
     else:
         assert EngineConfig.from_dotted(config.to_dotted()) == config
+
+
+def test_ranks_fit_together() -> None:
+    config = EngineConfig.from_dotted({"parallel.expert": 4})
+    assert (config.mesh.data, config.mesh.world) == (4, 4)
+    assert EngineConfig().mesh.world == 1
+    (problem,) = problems_of({"parallel.data": 3, "parallel.expert": 2})
+    assert "divisor" in problem

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from deepinfer.config.fields import near_matches, show
+from deepinfer.config.mesh import Mesh
 from deepinfer.errors import ConfigError
 
 __all__ = [
@@ -39,10 +40,7 @@ Value = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
 # key -> (the one value that works in this version, what the others wait for). Building a feature
 # deletes its row.
 _NOT_BUILT: Final[Mapping[str, tuple[Value, str]]] = {
-    "parallel.data": (1, "data parallelism"),
     "parallel.context": (1, "context parallelism"),
-    "parallel.expert": (1, "expert parallelism"),
-    "parallel.engram": (1, "sharded Engram tables"),
 }
 _WORDS: Final = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -321,10 +319,29 @@ class NumericsConfig(_Group):
 class ParallelConfig(_Group):
     """Ranks along each axis."""
 
-    data: int = field(default=1, metadata=_about("attention replicas", 1))
+    data: int | Literal["auto"] = field(
+        default="auto",
+        metadata=_about("attention replicas; auto = as many as the ranks of `expert` take", 1),
+    )
     context: int = field(default=1, metadata=_about("ranks that share a prompt's prefill", 1))
     expert: int = field(default=1, metadata=_about("ranks that share the experts", 1))
     engram: int = field(default=1, metadata=_about("ranks that share the Engram tables", 1))
+    copies: int = field(
+        default=0, metadata=_about("experts of a layer held twice, rounded up to whole ranks", 0)
+    )
+    backend: Literal["auto", "exact", "fixed", "gathered", "symm", "deepep"] = field(
+        default="auto", metadata=_about("how rows travel between the ranks of `expert`")
+    )
+    capacity_factor: float = field(
+        default=0.0,
+        metadata=_about("rows of a piece of `fixed`, in even shares; 0 = all that can come", 0, 64),
+    )
+    placement: Literal["work", "fixed"] = field(
+        default="work", metadata=_about("requests go to the least loaded replica, or in turn")
+    )
+    timeout_s: float = field(
+        default=120.0, metadata=_about("seconds after which a step or a meeting has failed", 1)
+    )
     cpu_threads: int | Literal["auto"] = field(
         default="auto",
         metadata=_about(
@@ -418,6 +435,11 @@ class EngineConfig:
             problems = _conflicts(self)
         if problems:
             raise ConfigError("the engine settings are not valid", problems)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of this engine."""
+        return _mesh(self.parallel)
 
     @classmethod
     def from_dotted(cls, values: Mapping[str, object]) -> EngineConfig:
@@ -517,9 +539,23 @@ def _hint(key: str, known: Iterable[str]) -> str:
     return f"; the groups are {', '.join(_GROUPS)}"
 
 
+def _mesh(parallel: ParallelConfig) -> Mesh:
+    """Return the mesh of some sizes; raises ConfigError when they do not fit together."""
+    return Mesh.fit(
+        data=0 if parallel.data == "auto" else parallel.data,
+        context=parallel.context,
+        expert=parallel.expert,
+        engram=parallel.engram,
+    )
+
+
 def _conflicts(config: EngineConfig) -> list[str]:
     """Return the problems between settings."""
     problems = []
+    try:
+        _mesh(config.parallel)
+    except ConfigError as error:
+        problems += error.problems
     numerics = config.numerics
     if numerics.mode == "noq" and numerics.output_projection == "fp8":
         problems.append(

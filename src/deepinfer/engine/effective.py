@@ -54,6 +54,7 @@ def effective_config(
         "cache.num_blocks": sizes.num_blocks - 1,
         "cache.memory_bytes": sizes.num_blocks * plan.layout.block_bytes,
         "cache.max_rollback": max_rollback(config),
+        "parallel.data": config.mesh.data,
         "parallel.cpu_threads": cpu_threads(config, model) or cores,
     }
     if config.cache.prefix:
