@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import tiles
+from deepinfer.kernels import grouping, tiles
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
 from deepinfer.kernels.table import TABLE
@@ -81,6 +81,22 @@ STORED = [
 ]
 
 
+def grouped(module, rows: int, active: int, experts: int, dtype: torch.dtype) -> list[Tensor]:
+    """Choices grouped and summed back by `grouping` or its Triton twin; some are left out."""
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.randint(-1, experts, (rows, active), generator=generator)
+    weight = torch.rand(rows, active, generator=generator)
+    found = module.group(chosen, weight, experts)
+    routed = torch.randn(rows * active, 40, generator=generator).to(dtype)
+    shared = torch.randn(rows, 40, generator=generator).to(dtype)
+    return [*found, module.combine(routed, found.place, shared)]
+
+
+GROUPED = [
+    (1, 1, 3, torch.float32), (7, 3, 8, torch.bfloat16), (129, 6, 24, torch.bfloat16),
+]  # fmt: skip
+
+
 def run(seed: int) -> list[str]:
     """Every case in several sizes against the reference; some rows alone; returns the failures."""
     poison()
@@ -89,6 +105,11 @@ def run(seed: int) -> list[str]:
         pairs = zip(stored("triton", *setting), stored("reference", *setting), strict=True)
         if not all(torch.equal(mine, want) for mine, want in pairs):
             failures.append(f"cache_store {setting}: other bytes")
+    twin = import_module("deepinfer.kernels.grouping.triton")
+    for setting in GROUPED:
+        pairs = zip(grouped(twin, *setting), grouped(grouping, *setting), strict=True)
+        if not all(torch.equal(mine, want) for mine, want in pairs):
+            failures.append(f"grouping {setting}: other values")
     for case in all_cases():
         if case.large:
             continue
@@ -145,7 +166,8 @@ def compile_all(archs: list[int]) -> list[str]:
                 failures.append(f"{key} for sm_{arch}: {str(error)[-300:]}")
 
     # On a card bf16 products run as such: compile that, though this process has no card.
-    for module in {line.module.partition(".")[0] for lines in TABLE.values() for line in lines}:
+    modules = {line.module.partition(".")[0] for lines in TABLE.values() for line in lines}
+    for module in modules | {"grouping"}:
         try:
             kernels = import_module(f"deepinfer.kernels.{module}.triton")
         except ModuleNotFoundError:
@@ -160,6 +182,8 @@ def compile_all(archs: list[int]) -> list[str]:
         implementation(case.op, "triton")(*arguments)
     for setting in STORED:
         stored("triton", *setting)
+    for setting in GROUPED:
+        grouped(import_module("deepinfer.kernels.grouping.triton"), *setting)
     assert tiles.launch is not record
     print(len(seen), "kernels", flush=True)
     return failures

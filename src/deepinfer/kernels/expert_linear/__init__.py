@@ -37,21 +37,25 @@ class Fp4Weight:
 def expert_linear(
     x: Tensor,
     weight: Fp4Weight,
-    offsets: Sequence[int],
+    offsets: Sequence[int] | Tensor,
     quantize_input: bool,
     *,
-    impl: Callable[[Tensor, Fp4Weight, Sequence[int], bool], Tensor] = reference.expert_linear,
+    impl: Callable[
+        [Tensor, Fp4Weight, Sequence[int] | Tensor, bool], Tensor
+    ] = reference.expert_linear,
 ) -> Tensor:
     """Multiply rows sorted by expert by their expert's matrix.
 
     x               [R, K]  bf16 or fp32; rows offsets[e]..offsets[e+1]-1 belong to expert e
-    offsets         E+1 ascending numbers, the first 0, the last R
+    offsets         E+1 ascending numbers, the first 0, the last R; on a card rather a tensor
+                    [E+1] int64 there, whose last may be below R: rows behind it get any values
     quantize_input  round the input with ACT8 first
     returns         [R, N]  dtype of x, accumulated in fp32, rounded once
     Source: weights specification, 3.4 and 4.2.
     """
     check("expert_linear", ("x", x, "R K"), ("weight.codes", weight.codes, "E N _"))
-    if len(offsets) != weight.codes.shape[0] + 1 or offsets[-1] != x.shape[0]:
+    on_device = isinstance(offsets, Tensor)
+    if len(offsets) != weight.codes.shape[0] + 1 or (not on_device and offsets[-1] != x.shape[0]):
         raise ShapeError(
             f"expert_linear: {len(offsets)} offsets ending in {offsets[-1]} for "
             f"{weight.codes.shape[0]} experts and {x.shape[0]} rows"

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.expert_linear import Fp4Weight
+from deepinfer.kernels.expert_linear.reference import borders
 from deepinfer.kernels.quantize.cpu import round_into
 from deepinfer.kernels.rows import ROW_BLOCK
 from deepinfer.kernels.workspace import as_array, as_tensor, kept_rows, multiply
 
 
 def expert_linear(
-    x: Tensor, weight: Fp4Weight, offsets: Sequence[int], quantize_input: bool
+    x: Tensor, weight: Fp4Weight, offsets: Sequence[int] | Tensor, quantize_input: bool
 ) -> Tensor:
     """As the reference: each expert's rows in the same 16-row blocks."""
     num_rows, width = x.shape
@@ -26,7 +27,7 @@ def expert_linear(
     else:
         values = as_array(x)
     out = np.empty((num_rows, weight.codes.shape[1]), dtype=np.float32)
-    for expert, (begin, end) in enumerate(pairwise(offsets)):
+    for expert, (begin, end) in enumerate(pairwise(borders(offsets))):
         if begin == end:
             continue
         matrix = weight.dequantize(expert)

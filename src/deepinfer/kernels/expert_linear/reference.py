@@ -21,13 +21,18 @@ def dequantize_rows(codes: Tensor, scale: Tensor) -> Tensor:
     return repeat_groups(decode_e2m1(codes), decode_ue8m0(scale))
 
 
+def borders(offsets: Sequence[int] | Tensor) -> Sequence[int]:
+    """Return offsets as host numbers; waits for the device that holds them."""
+    return offsets.tolist() if isinstance(offsets, Tensor) else offsets
+
+
 def expert_linear(
-    x: Tensor, weight: Fp4Weight, offsets: Sequence[int], quantize_input: bool
+    x: Tensor, weight: Fp4Weight, offsets: Sequence[int] | Tensor, quantize_input: bool
 ) -> Tensor:
     """Multiply each expert's rows in 16-row blocks."""
     x32 = act8_values(x) if quantize_input else x.float()
     out = x32.new_empty(x.shape[0], weight.codes.shape[1])
-    for expert, (begin, end) in enumerate(pairwise(offsets)):
+    for expert, (begin, end) in enumerate(pairwise(borders(offsets))):
         if begin < end:
             out[begin:end] = matmul_rows(x32[begin:end], weight.dequantize(expert))
     return out.to(x.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,14 +30,24 @@ _ROWS, _OUTPUTS, _INPUTS = 16, 64, 64
 
 @triton.jit
 def _experts(
-    x, codes, scale, tiles, out, N, K, x_row,
+    x, codes, scale, offsets, out, E, N, K, x_row,
     QUANTIZE: tl.constexpr, BF16: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """tiles [n, 3]: expert, first row, end of the expert's rows."""
-    tile = tiles + tl.program_id(1) * 3
-    expert, end = tl.load(tile), tl.load(tile + 2)
-    row = tl.load(tile + 1) + tl.arange(0, BT)
+    """Tile program_id(1) of all experts' tiles of BT rows, in order; those behind do nothing."""
+    every = tl.arange(0, BE)
+    begins = tl.load(offsets + every, every < E, 0)
+    ends = tl.load(offsets + every + 1, every < E, 0)
+    tiles = (ends - begins + BT - 1) // BT
+    last = tl.cumsum(tiles, 0)
+    tile = tl.program_id(1)
+    expert = tl.sum(((last <= tile) & (every < E)).to(tl.int64), 0)
+    if expert >= E:
+        return
+    mine = every == expert
+    end = tl.sum(tl.where(mine, ends, 0), 0)
+    inside = tile - tl.sum(tl.where(mine, last - tiles, 0), 0)
+    row = tl.sum(tl.where(mine, begins, 0), 0) + inside * BT + tl.arange(0, BT)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     weight_row = expert * N + column
     acc = tl.zeros((BT, BN), tl.float32)
@@ -64,22 +73,20 @@ def _experts(
 
 
 def expert_linear(
-    x: Tensor, weight: Fp4Weight, offsets: Sequence[int], quantize_input: bool
+    x: Tensor, weight: Fp4Weight, offsets: Sequence[int] | Tensor, quantize_input: bool
 ) -> Tensor:
-    """As the reference."""
-    outputs = weight.codes.shape[1]
+    """As the reference. Which tiles there are is found on the device, from the offsets."""
+    experts, outputs = weight.codes.shape[:2]
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
-    tiles = [
-        (expert, start, end)
-        for expert, (begin, end) in enumerate(pairwise(offsets))
-        for start in range(begin, end, _ROWS)
-    ]
-    table = torch.tensor(tiles, dtype=torch.int64).to(x.device, non_blocking=True)
+    if not isinstance(offsets, Tensor):
+        offsets = torch.tensor(offsets, dtype=torch.int64).to(x.device, non_blocking=True)
+    most = ceil_div(x.shape[0], _ROWS) + min(experts, x.shape[0])
     launch(
-        _experts, (ceil_div(outputs, _OUTPUTS), len(tiles)),
-        x, weight.codes, weight.scale, table, out, outputs, x.shape[1], x.stride(0),
-        QUANTIZE=quantize_input, BF16=runs_on_bf16(x.dtype), BT=_ROWS, BN=_OUTPUTS, BK=_INPUTS,
+        _experts, (ceil_div(outputs, _OUTPUTS), most),
+        x, weight.codes, weight.scale, offsets, out, experts, outputs, x.shape[1], x.stride(0),
+        QUANTIZE=quantize_input, BF16=runs_on_bf16(x.dtype),
+        BE=next_power(experts), BT=_ROWS, BN=_OUTPUTS, BK=_INPUTS,
     )  # fmt: skip
     return out
 

@@ -50,6 +50,8 @@ class EngramHash:
 def add_engram(step: Step, weights: EngramWeights, stream: Tensor, rows: Tensor) -> Tensor:
     """Add the looked-up values to stream [T, M, C]."""
     ops = step.ops
+    if weights.fold:
+        rows = rows % weights.codes.shape[0]
     values = ops.engram_lookup(weights.codes, weights.scale, rows, stream.dtype)
     kv = ops.fp8_linear(values, weights.wkv, step.numerics.quantize)
     return ops.engram_gate(stream, kv, weights.qk_weight, step.config.rms_norm_eps)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.kernels.expert_linear.fused import experts, fits
-from deepinfer.kernels.rows import sum_in_order
+from deepinfer.kernels.grouping import combine, group
 from deepinfer.model.fast.step import Pass
 from deepinfer.model.fast.weights import MoeWeights
 
@@ -27,6 +24,9 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
     )
     step.note("route_idx", chosen.int())
     step.note("route_weight", weight)
+    held = weights.w2.codes.shape[0]
+    if held < weights.bias.shape[0]:  # a slice of the experts stands for all
+        chosen = chosen % held
     if ops.choices["expert_linear"].name == "cpu" and fits(x, weights.w2, weights.shared_w2):
         return experts(
             x,
@@ -39,44 +39,20 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
             config.swiglu_limit,
             quantize,
         )
-    num_rows, num_experts = x.shape[0], weights.bias.shape[0]
-    offsets, order, place = _sort_by_expert(chosen.cpu().numpy(), num_experts)
-    device = x.device
+    groups = group(chosen, weight, held)
     quantized = step.act_quantized(x, "act8")
-    grouped = quantized[torch.from_numpy(order // num_active).to(device)]
     routed = _expert(
         step,
-        ops.expert_linear(grouped, weights.w1_w3, offsets, False),
-        weight.flatten()[torch.from_numpy(order).to(device)],
+        ops.expert_linear(quantized[groups.rows], weights.w1_w3, groups.offsets, False),
+        groups.weights,
     )
-    routed = ops.expert_linear(routed, weights.w2, offsets, quantize)
-    terms = routed[torch.from_numpy(place).to(device)].float().view(num_rows, num_active, -1)
-    total = sum_in_order(terms, 1)
+    routed = ops.expert_linear(routed, weights.w2, groups.offsets, quantize)
     shared = _expert(step, ops.fp8_linear(quantized, weights.shared_w1_w3, False), None)
     shared = ops.fp8_linear(shared, weights.shared_w2, quantize)
-    return (total + shared.float()).to(x.dtype)
+    return combine(routed, groups.place, shared)
 
 
 def _expert(step: Pass, gate_up: Tensor, weight: Tensor | None) -> Tensor:
     """Join gate and up, stacked in the last dimension."""
     gate, up = gate_up.chunk(2, dim=-1)
     return step.ops.swiglu(gate, up, step.config.swiglu_limit, weight)
-
-
-def _sort_by_expert(
-    chosen: NDArray[np.int64], num_experts: int
-) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
-    """Sort the choices [T, k], counted row by row, by expert.
-
-    Returns where each expert's run begins (E+1), the sorted choices, and for each row the places
-    of its choices in ascending expert order.
-    """
-    num_rows, num_active = chosen.shape
-    flat = chosen.ravel()
-    order = np.argsort(flat, kind="stable")
-    counts = np.bincount(flat, minlength=num_experts)
-    offsets = [0, *np.cumsum(counts).tolist()]
-    place = np.empty_like(order)
-    place[order] = np.arange(order.shape[0])
-    ascending = np.argsort(chosen, axis=1) + np.arange(num_rows)[:, None] * num_active
-    return offsets, order, place[ascending.ravel()]

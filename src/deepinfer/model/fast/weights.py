@@ -85,12 +85,16 @@ class MoeWeights:
 
 @dataclass(frozen=True, slots=True)
 class EngramWeights:
-    """Table rows (stored form, possibly a view of the file), projection and gate."""
+    """Table rows (stored form, possibly a view of the file), projection and gate.
+
+    fold  the table holds fewer rows than the model's: row r is looked up at r modulo its height
+    """
 
     codes: Tensor
     scale: Tensor
     wkv: Fp8Weight
     qk_weight: Tensor
+    fold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
