@@ -12,12 +12,18 @@ from typing import Final
 
 import deepinfer
 
-__all__ = ["cpu_count", "describe_machine", "describe_versions", "peak_memory_bytes"]
+__all__ = [
+    "cpu_count",
+    "describe_card",
+    "describe_machine",
+    "describe_versions",
+    "peak_memory_bytes",
+]
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _MEMORY_INFO: Final = Path("/proc/meminfo")
 _OWN_STATUS: Final = Path("/proc/self/status")
-_PACKAGES: Final = ("numpy", "tokenizers", "safetensors")
+_PACKAGES: Final = ("numpy", "tokenizers", "safetensors", "triton", "tilelang")
 
 
 def describe_machine() -> dict[str, str | int]:
@@ -41,6 +47,21 @@ def describe_versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found | {"torch": torch.__version__}
+
+
+def describe_card(device: object) -> dict[str, str | int]:
+    """Return a card's name, processors and memory; nothing for a CPU."""
+    import torch
+
+    assert isinstance(device, torch.device)
+    if device.type != "cuda":
+        return {}
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "card": found.name,
+        "card_processors": found.multi_processor_count,
+        "card_memory_bytes": found.total_memory,
+    }
 
 
 def peak_memory_bytes() -> int:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deepinfer.bench.evalreport import EvalRecord, Figure
+from deepinfer.bench.kernels import KernelRecord
 from deepinfer.bench.speculation import Outcome
 from deepinfer.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_evaluation", "draw_speculation", "require_matplotlib"]
+__all__ = ["draw_evaluation", "draw_kernels", "draw_speculation", "require_matplotlib"]
 
 _INK: Final = (
     "#2f5d8a", "#c8743a", "#7a9a4f", "#8a6aa3", "#999999", "#b0527a", "#4f9a94", "#b39b3c",
@@ -79,6 +80,52 @@ def draw_speculation(outcomes: Sequence[Outcome], file: Path) -> None:
         panel.set_xlabel("sequences", fontsize=8)
         panel.set_ylabel("tokens per second of one device (simulated)", fontsize=8)
         _legend(panel)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    page.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def draw_kernels(records: Sequence[KernelRecord], file: Path) -> None:
+    """Draw microseconds by rows, a panel for each task that has any; both axes logarithmic.
+
+    Raises UnsupportedError without matplotlib.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Page
+
+    done = [record for record in records if not record.failed]
+    tasks = sorted({record.task for record in done}) or ["nothing measured"]
+    columns = min(4, len(tasks))
+    lines = -(-len(tasks) // columns)
+    page = Page(figsize=(4.2 * columns, 3.0 * lines), layout="constrained")
+    FigureCanvasAgg(page)
+    panels = page.subplots(lines, columns, squeeze=False).ravel()
+    for panel in panels[len(tasks) :]:
+        panel.set_axis_off()
+    for panel, task in zip(panels, tasks, strict=False):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=7)
+        panel.set_title(task, fontsize=9)
+        part = [record for record in done if record.task == task]
+        for i, name in enumerate(dict.fromkeys(record.name for record in part)):
+            found = sorted((r.rows, r.us, r.floor_us) for r in part if r.name == name)
+            style = "o-" if any(r.op and r.name == name for r in part) else "s--"
+            ink = _INK[i % len(_INK)]
+            rows, times = [f[0] for f in found], [f[1] for f in found]
+            panel.plot(rows, times, style, ms=3, lw=1, label=name, c=ink)
+        floors = sorted({(r.rows, r.floor_us) for r in part if r.op and r.floor_us > 0})
+        if floors:
+            panel.plot(*zip(*floors, strict=True), ":", c="#bbbbbb", lw=1, label="floor")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        _legend(panel)
+    if records:
+        machine = records[0].machine or {}
+        where = machine.get("card") or machine.get("cpu", "?")
+        page.suptitle(
+            f"microseconds by rows, {where}, {records[0].when[:10]}; steady load, cold caches",
+            fontsize=10,
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     page.savefig(file, dpi=110, metadata={"Software": None})
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from deepinfer.bench.report import Record, append, read, table
+from deepinfer.bench.report import Record, append, read, read_lines, table
 from deepinfer.cli.common import SubParsers, add_settings, engine_config, note, positive
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
+from deepinfer.errors import ConfigError
 
 __all__ = ["add_parser", "run"]
 
@@ -92,6 +94,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     )
     add_settings(balance)
     balance.set_defaults(func=run)
+    _add_kernels(forms)
     speculation = forms.add_parser(
         "speculation",
         help="simulate choosing verified drafts",
@@ -108,10 +111,81 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     show.set_defaults(func=run)
 
 
+def _add_kernels(forms: SubParsers[argparse.ArgumentParser]) -> None:
+    kernels = forms.add_parser(
+        "kernels",
+        help="measure every op's implementations and installed libraries",
+        description="Time every implementation of every op, and published libraries where they "
+        "are installed, in alternation in one run: cold caches, CUDA graphs, a cool card and a "
+        "loaded one, error against the fp32 reference, share of the chip's measured ceilings.",
+    )
+    kernels.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    kernels.add_argument("--op", default="", metavar="PATTERN", help="only ops or tasks like this")
+    kernels.add_argument(
+        "--shape",
+        choices=("small", "real"),
+        help="small: one case of each op; real: the model's dimensions (a card's default)",
+    )
+    kernels.add_argument("--peers", action="store_true", help="installed libraries beside ours")
+    kernels.add_argument(
+        "--skip", action="append", default=[], metavar="NAME", help="leave out an implementation"
+    )
+    kernels.add_argument(
+        "--seconds", type=positive, default=600, metavar="N", help="when to stop (600)"
+    )
+    kernels.add_argument(
+        "--workers", type=positive, default=1, metavar="N", help="processes that compile (1)"
+    )
+    kernels.add_argument("--out", metavar="FILE", help="add the records to this file, as JSONL")
+    kernels.add_argument("--plot", metavar="FILE", help="draw the points as PNG")
+    kernels.set_defaults(func=_run_kernels)
+
+
+def _run_kernels(args: argparse.Namespace) -> int:
+    from deepinfer.bench.kernelreport import kernel_table
+    from deepinfer.bench.kernels import measure_kernels
+    from deepinfer.bench.plot import draw_kernels, require_matplotlib
+    from deepinfer.device import pick_device
+
+    if args.plot is not None:
+        require_matplotlib()
+    out = None if args.out is None else Path(args.out).expanduser()
+    if out is not None:
+        append(out, [])
+    on_card = pick_device(args.device).capability.arch != "cpu"
+    records = measure_kernels(
+        args.device,
+        args.shape or ("real" if on_card else "small"),
+        args.op,
+        args.peers,
+        args.skip,
+        args.seconds,
+        args.workers,
+        note,
+    )
+    if out is not None:
+        append(out, records)
+        note(f"{out}: {len(records)} records added")
+    if args.plot is not None:
+        draw_kernels(records, Path(args.plot).expanduser())
+    print(kernel_table(records))
+    return 0 if any(not record.failed for record in records) else 1
+
+
+def _show(file: Path) -> str:
+    """Lay out what a file holds, whichever suite wrote it."""
+    from deepinfer.bench.kernelreport import kernel_table
+    from deepinfer.bench.kernels import read_record
+
+    with suppress(ConfigError):
+        return kernel_table(read_lines(file, read_record))
+    return table(read(file))
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure and print, or print what a file holds."""
     if args.form == "show":
-        print(table(read(Path(args.file).expanduser())))
+        print(_show(Path(args.file).expanduser()))
         return 0
     if args.form == "speculation":
         return _simulate(args)

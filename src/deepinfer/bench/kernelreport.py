@@ -1,0 +1,133 @@
+"""The table of `deepinfer bench kernels`: members by task, sums of a layer, goals (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from deepinfer.bench.kernels import KernelRecord
+
+__all__ = ["GOALS", "Goal", "kernel_table", "sums"]
+
+_DENSE: Final = (
+    "dense wq_a and wkv", "dense wq_b", "dense wo_a", "dense wo_b", "dense shared gate and up",
+    "dense shared down",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """A mark on one H200 under steady load, for one task or the sum of several.
+
+    peer_us  the best public library measured before, 0 = none
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    rows: int
+    us: float
+    peer_us: float = 0.0
+
+
+def _goals() -> Iterable[Goal]:
+    for rows, us, peer in ((32, 12, 25.5), (192, 45, 86.7), (768, 160, 264)):
+        task = "attention decode"
+        yield Goal(name=task, tasks=(task,), rows=rows, us=us, peer_us=peer)
+    task = "attention prefill"
+    yield Goal(name=task, tasks=(task,), rows=4096, us=620, peer_us=688)
+    both = ("experts gate and up", "experts down")
+    for rows, us, peer in (
+        (192, 220, 232), (768, 220, 247), (1152, 235, 0), (2304, 290, 0), (24576, 1590, 1818),
+    ):  # fmt: skip
+        yield Goal(name="experts, W4A8", tasks=both, rows=rows, us=us, peer_us=peer)
+    for rows, us, peer in (
+        (192, 300, 344), (768, 300, 395), (1152, 330, 0), (2304, 420, 0), (24576, 2718, 2871),
+    ):  # fmt: skip
+        yield Goal(name="experts, exact", tasks=both, rows=rows, us=us, peer_us=peer)
+    for rows, us, peer in ((1, 60, 89), (32, 60, 103), (192, 115, 140), (384, 210, 218)):
+        yield Goal(name="six dense linears", tasks=_DENSE, rows=rows, us=us, peer_us=peer)
+    yield Goal(name="six dense linears", tasks=_DENSE, rows=4096, us=2050, peer_us=1970)
+    yield Goal(name="index scores", tasks=("index scores",), rows=768, us=550, peer_us=829)
+    yield Goal(name="top-512", tasks=("top-512",), rows=768, us=75, peer_us=789)
+    for rows, us, peer in ((32, 8, 18), (512, 20, 29), (4096, 135, 201)):
+        yield Goal(name="hyper site", tasks=("hyper site",), rows=rows, us=us, peer_us=peer)
+
+
+GOALS: Final = tuple(_goals())
+
+
+def sums(records: Sequence[KernelRecord]) -> list[tuple[str, int, str, float]]:
+    """Add up tasks that a layer runs together: (name, rows, implementation, microseconds).
+
+    Only implementations that have every part; "best" takes the fastest of ours for each.
+    """
+    found: list[tuple[str, int, str, float]] = []
+    parts = {goal.name.partition(",")[0]: goal.tasks for goal in GOALS if len(goal.tasks) > 1}
+    for name, tasks in parts.items():
+        of_sum = [r for r in records if r.task in tasks and not r.failed]
+        for rows in sorted({r.rows for r in of_sum}):
+            times = {(r.task, r.name): r.us for r in of_sum if r.rows == rows}
+            names = list(dict.fromkeys(r.name for r in of_sum if r.rows == rows))
+            found += [
+                (name, rows, who, sum(times[task, who] for task in tasks))
+                for who in names
+                if all((task, who) in times for task in tasks)
+            ]
+            ours = {(r.task, r.name) for r in of_sum if r.rows == rows and r.op}
+            best = [[times[key] for key in ours if key[0] == task] for task in tasks]
+            if all(best):
+                found.append((name, rows, "best of ours", sum(map(min, best))))
+    return found
+
+
+def kernel_table(records: Sequence[KernelRecord]) -> str:
+    """Lay a run out as text: ceilings, members by task and rows, sums, what was left out."""
+    lines: list[str] = []
+    if records:
+        lines += _head(records[0])
+    lines.append(
+        f"{'task':<28} {'rows':>6}  {'implementation':<24} {'us':>9} {'cool':>9} {'floor':>6}"
+        f" {'error':>8}  note"
+    )
+    ordered = sorted(records, key=lambda r: (r.task, r.rows))
+    for (task, rows), group in groupby(ordered, key=lambda r: (r.task, r.rows)):
+        for record in sorted(group, key=lambda r: (bool(r.failed), r.us)):
+            lines.append(f"{task:<28} {rows:>6}  {_line(record)}")
+    layer = sums(records)
+    if layer:
+        lines += ["", "sums"]
+        lines += [f"{name:<28} {rows:>6}  {who:<24} {us:>9.1f}" for name, rows, who, us in layer]
+    return "\n".join(lines)
+
+
+def _head(record: KernelRecord) -> list[str]:
+    machine, found = record.machine or {}, record.ceilings or {}
+    rates = ", ".join(
+        f"{name} {value / 1e12:.2f} {'TB/s' if name in ('copy', 'read') else 'TFLOP/s'}"
+        for name, value in found.items()
+        if value
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in (record.versions or {}).items())
+    where = machine.get("card") or machine.get("cpu", "?")
+    return [f"kernels {record.when}, {where}", f"  {versions}", f"  ceilings: {rates}"]
+
+
+def _line(record: KernelRecord) -> str:
+    note = "; ".join(
+        part
+        for part in (
+            record.note,
+            "" if record.mode in ("graph", "clock", "") else "no graph",
+            "" if record.invariant or not record.op else "not batch-invariant",
+        )
+        if part
+    )
+    if record.failed:
+        return f"{record.name:<24} {record.failed[:90]}"
+    error = "-" if record.error is None else f"{record.error:.1e}"
+    return (
+        f"{record.name:<24} {record.us:>9.2f} {record.us_burst:>9.2f} {record.of_floor:>6.0%}"
+        f" {error:>8}  {note}".rstrip()
+    )
