@@ -50,7 +50,8 @@ CONFINED = {
     "xgrammar": ("grammar/",),
     "deepseek_recipe": ("chat/",),
     "ray": ("cluster/ray.py",),
-    "matplotlib": ("bench/plot.py",),
+    "matplotlib": ("bench/plot.py", "bench/simplot.py"),
+    "yaml": ("sim/settings.py",),
     "pyppmd": ("bench/evaluate.py",),
 }
 BLOCKED = """

@@ -43,6 +43,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "bench": "measure speed",
     "eval": "measure what a checkpoint is worth",
     "plan": "say what fits into a device",
+    "sim": "simulate a cluster",
     "check": "prove a promise of the engine",
 }
 """Command -> its line in the list of commands; each is the module of that name beside this one."""
