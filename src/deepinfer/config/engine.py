@@ -551,7 +551,7 @@ def _mesh(parallel: ParallelConfig) -> Mesh:
 
 def _conflicts(config: EngineConfig) -> list[str]:
     """Return the problems between settings."""
-    problems = []
+    problems: list[str] = []
     try:
         _mesh(config.parallel)
     except ConfigError as error:

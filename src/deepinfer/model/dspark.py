@@ -23,6 +23,7 @@ from deepinfer.model.fast.attention import (
     store_window,
 )
 from deepinfer.model.fast.block import run_block, start_streams
+from deepinfer.model.fast.moe import serve_experts
 from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights, Loader
 
@@ -122,6 +123,12 @@ class DraftModel:
         count = size if num_drafts is None else num_drafts
         assert 0 <= count <= size, f"{count} drafts from a block of {size}"
         return self._choose(first, hidden.view(num, size, -1), base, count, choose)
+
+    def idle(self) -> None:
+        """Take part in a proposal without sequences: run what other ranks send."""
+        step = Pass(self.config, self.ops, self.numerics, {}, None)
+        for block in self.blocks:
+            serve_experts(step, block.moe, self.config.dspark_num_experts_per_tok)
 
     def _slots(self, caches: Caches, slots: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ring entries to load [S*W] and every row's indices [S*B, W+B].

@@ -11,6 +11,7 @@ Source: parallelism specification, 3.1 and 3.5.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -19,8 +20,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from deepinfer.errors import ConfigError
+from deepinfer.kernels.grouping import group as group_choices
 from deepinfer.kernels.quantize import act8, decode_e4m3, decode_ue8m0, repeat_groups
-from deepinfer.parallel.balance import Placement
+from deepinfer.parallel.balance import Placement, initial_placement
 from deepinfer.parallel.comm import Group, Waitable
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Exact",
     "ExpertExchange",
     "ExpertMaps",
+    "ExpertRanks",
     "Fixed",
     "Gathered",
     "LayerExperts",
@@ -104,14 +107,15 @@ class ExpertMaps:
 class Received(NamedTuple):
     """Rows of this rank's experts.
 
-    rows     [R, C] sorted by local slot, dtype of activations
+    rows     [R, C] sorted by local slot, dtype of activations; those behind the last run are of
+             no slot and count for nothing
     weight   [R] fp32
-    offsets  rows of slot i are offsets[i]..offsets[i+1]-1
+    offsets  [n+1] int64: rows of slot i are offsets[i]..offsets[i+1]-1
     """
 
     rows: Tensor
     weight: Tensor
-    offsets: list[int]
+    offsets: Tensor
 
 
 class Pending(Protocol):
@@ -165,6 +169,32 @@ class LayerExperts:
         return self.exchange.dispatch(x, self.maps.slots(chosen), weight, self.maps.num_local)
 
 
+class ExpertRanks:
+    """What the layers of one rank's model need: the exchange, and maps for each, made as they load.
+
+    copies  experts of a layer held twice, rounded up so that ranks hold equally many
+    layers  in the order of loading: the backbone's, then the draft blocks'
+    """
+
+    def __init__(
+        self, group: Group, device: torch.device, exchange: ExpertExchange, copies: int = 0
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.exchange = exchange
+        self.copies = copies
+        self.layers: list[LayerExperts] = []
+
+    def layer(self, num_experts: int, drafts: bool) -> LayerExperts:
+        """Return what the next layer needs: experts in order, then copies of 0, 1, ..."""
+        placement = initial_placement(1, num_experts, self.group.size, self.copies)
+        maps = ExpertMaps.of(placement, 0, self.group.place, self.device)
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=self.device)
+        layer = LayerExperts(maps, self.exchange, counts, drafts)
+        self.layers.append(layer)
+        return layer
+
+
 class Wire:
     """Rows as bytes: slots int32 [k], weights fp32 [k], then codes and scales, or values.
 
@@ -216,30 +246,21 @@ class Wire:
 
 
 class _Sorted(NamedTuple):
-    """Received rows expanded to one for each local choice and sorted by slot.
+    """Received wire rows U, expanded to one for each choice and sorted by slot.
 
-    order    [R] places of the sorted rows among the choices in the order of their arrival
-    source   [R'] received row, and column, of each choice in the order of arrival
+    place  [U, k] where a choice's row stands among the sorted ones, -1 = not of this rank
     """
 
-    order: Tensor
-    source: Tensor
-    column: Tensor
+    place: Tensor
     received: Received
 
 
 def _sort(wire: Wire, data: Tensor, like: Tensor, k: int, place: int, num_local: int) -> _Sorted:
-    """Expand and sort received wire rows [U, W]."""
+    """Expand and sort received wire rows [U, W]; nothing here waits for a device."""
     slots, weights = wire.meta(data, k)
-    local = slots - place * num_local
-    source, column = torch.nonzero((local >= 0) & (local < num_local), as_tuple=True)
-    owner = local[source, column]
-    order = torch.argsort(owner, stable=True)
-    counts = torch.bincount(owner, minlength=num_local)
-    offsets = [0, *torch.cumsum(counts, 0).tolist()]
-    values = wire.rows(data, like, k)[source[order]]
-    weight = weights[source, column][order]
-    return _Sorted(order, source, column, Received(values, weight, offsets))
+    groups = group_choices(slots - place * num_local, weights, num_local)
+    values = wire.rows(data, like, k)[groups.rows]
+    return _Sorted(groups.place, Received(values, groups.weights, groups.offsets))
 
 
 def _destinations(slots: Tensor, num_local: int, size: int) -> tuple[Tensor, Tensor]:
@@ -302,25 +323,27 @@ class Exact(BackEnd):
     def combine(self, pending: Pending, outputs: Tensor) -> Tensor:
         """Return every choice's output row to its source."""
         assert isinstance(pending, _Spread) and pending.sorted is not None
-        group, found = self.group, pending.sorted
-        back = torch.empty_like(outputs)
-        back[found.order] = outputs
-        bounds = torch.tensor([0, *pending.taken]).cumsum(0)
-        row_of = torch.bucketize(found.source.cpu(), bounds[1:], right=True)
-        given = torch.bincount(row_of, minlength=group.size).tolist()
+        group, place = self.group, pending.sorted.place
+        held = place >= 0
+        back = outputs[place[held]]  # row by row as they came, choice by choice
+        ends = torch.tensor([0, *pending.taken]).cumsum(0).tolist()
+        sums = [0, *held.sum(1).cumsum(0).tolist()]
+        given = [sums[end] - sums[begin] for begin, end in pairwise(ends)]
         flat = pending.ranks.flatten()
         taken = [int((flat == rank).sum()) for rank in range(group.size)]
         arrived = outputs.new_empty((sum(taken), outputs.shape[1]))
         group.all_to_all(arrived, back, taken, given).wait()
-        terms = _terms(pending, outputs)
+        terms = outputs.new_zeros((*pending.slots.shape, pending.x.shape[1]))
         wanted = torch.nonzero(flat >= 0).flatten()
         terms.flatten(0, 1)[wanted[torch.argsort(flat[wanted], stable=True)]] = arrived
         return terms
 
 
-def _terms(pending: _Spread | _Slotted, outputs: Tensor) -> Tensor:
-    """Return room for every choice's row [T, k, C]."""
-    return outputs.new_zeros((*pending.slots.shape, pending.x.shape[1]))
+def _spread(outputs: Tensor, place: Tensor) -> Tensor:
+    """Return the rows of all choices [U, k, C]; zeros for those of other ranks."""
+    if not outputs.shape[0]:
+        return outputs.new_zeros((*place.shape, outputs.shape[1]))
+    return outputs[place.clamp(min=0)].masked_fill((place < 0).unsqueeze(2), 0.0)
 
 
 class _Slotted:
@@ -333,11 +356,12 @@ class _Slotted:
         self.place = torch.cumsum(needed, 0) - 1  # of a row among those for a rank
         self.capacity, self.passes = owner.plan(needed)
         room = self.capacity * self.passes
-        rows, dests = needed.nonzero(as_tuple=True)
         wire = owner.wire.pack(x, slots, weight)
-        empty = owner.wire.empty(x, slots.shape[1])
-        outgoing = empty.expand(group.size * room, -1).clone()
-        outgoing[dests * room + self.place[rows, dests]] = wire[rows]
+        first = torch.arange(group.size, device=x.device) * room
+        target = torch.where(needed, first + self.place, group.size * room).flatten()
+        outgoing = owner.wire.empty(x, slots.shape[1]).repeat(group.size * room + 1, 1)
+        outgoing[target] = wire.repeat_interleave(group.size, 0)  # the last row takes what nobody
+        outgoing = outgoing[:-1]  # wants
         shape = (group.size, self.passes, self.capacity, outgoing.shape[1])
         outgoing = outgoing.view(shape).transpose(0, 1).contiguous()
         self._data = torch.empty_like(outgoing)
@@ -385,23 +409,19 @@ class Fixed(BackEnd):
     def combine(self, pending: Pending, outputs: Tensor) -> Tensor:
         """Return every choice's output row to its source."""
         assert isinstance(pending, _Slotted) and pending.sorted is not None
-        group, found = self.group, pending.sorted
-        k, columns = pending.slots.shape[1], pending.x.shape[1]
-        shape = (pending.passes, group.size, pending.capacity, k, columns)
-        back = outputs.new_zeros(shape)
-        flat = back.view(-1, columns)
-        flat[(found.source * k + found.column)[found.order]] = outputs
+        group, k, columns = self.group, pending.slots.shape[1], pending.x.shape[1]
+        back = _spread(outputs, pending.sorted.place)
+        back = back.view(pending.passes, group.size, pending.capacity, k, columns)
         arrived = torch.empty_like(back)
         for work in [group.all_to_all(i, o) for i, o in zip(arrived, back, strict=True)]:
             work.wait()
-        terms = _terms(pending, outputs)
-        rows, column = torch.nonzero(pending.ranks >= 0, as_tuple=True)
-        rank = pending.ranks[rows, column]
-        place = pending.place[rows, rank]
+        rank = pending.ranks.clamp(min=0)
+        place = pending.place.gather(1, rank).clamp(min=0)
         turn, within = place // pending.capacity, place % pending.capacity
-        at = ((turn * group.size + rank) * pending.capacity + within) * k + column
-        terms[rows, column] = arrived.view(-1, columns)[at]
-        return terms
+        at = (turn * group.size + rank) * pending.capacity + within
+        choice = torch.arange(k, device=at.device)
+        terms = arrived.view(-1, k, columns)[at, choice]
+        return terms.masked_fill((pending.ranks < 0).unsqueeze(2), 0.0)
 
 
 class _All:
@@ -437,11 +457,10 @@ class Gathered(BackEnd):
     def combine(self, pending: Pending, outputs: Tensor) -> Tensor:
         """Return every choice's output row to its source."""
         assert isinstance(pending, _All) and pending.sorted is not None
-        group, found = self.group, pending.sorted
+        group = self.group
         num_rows, k = pending.slots.shape
         most = max(1, self.most_rows)
-        back = outputs.new_zeros((group.size * most * k, pending.x.shape[1]))
-        back[(found.source * k + found.column)[found.order]] = outputs
+        back = _spread(outputs, pending.sorted.place)
         words = back.view(torch.int32).view(group.size * most, -1)
         mine = words.new_empty((most, words.shape[1]))
         group.sum_scatter(mine, words).wait()

@@ -137,6 +137,7 @@ def fits(step: Step, blocks: Sequence[BlockWeights]) -> bool:
     moe, windows = blocks[0].moe, step.caches.windows
     return (
         numerics.quantize
+        and moe.ranks is None
         and not numerics.fp8_output
         and step.trace is None
         and inputs.replay is None

@@ -27,8 +27,10 @@ from deepinfer.model.fast.compressor import compress_step
 from deepinfer.model.fast.engram import EngramHash, add_engram
 from deepinfer.model.fast.few import FewBlock, FewRows, fits
 from deepinfer.model.fast.inputs import ModelInputs, Replay
-from deepinfer.model.fast.step import Numerics, Step
+from deepinfer.model.fast.moe import serve_experts
+from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import BlockWeights, Loader
+from deepinfer.parallel.experts import ExpertRanks
 from deepinfer.weights.load import TensorSource
 from deepinfer.weights.reader import Checkpoint
 
@@ -120,16 +122,19 @@ class FastModel:
         with_drafts: bool = False,
         only_reference: bool = False,
         checked: bool = False,
+        ranks: ExpertRanks | None = None,
     ) -> FastModel:
         """Load a checkpoint that has been checked.
 
         dequantized_bytes  what fp32 copies of weights may take on a CPU; changes speed only
         only_reference     run every op in its defining form
         checked            check the shapes of every op's arguments
+        ranks              hold a share of the experts; None holds all
         """
         device = torch.device(device)
         ops = Ops.resolve(pick_device(str(device)).capability, only_reference, checked)
-        loader = Loader(TensorSource(checkpoint), checkpoint.config, device, dequantized_bytes)
+        source = TensorSource(checkpoint)
+        loader = Loader(source, checkpoint.config, device, dequantized_bytes, ranks)
         resolved = resolve_numerics(numerics, device)
         return cls(checkpoint.config, loader, ops, resolved, token_map, with_drafts)
 
@@ -159,6 +164,7 @@ class FastModel:
             if inputs.replay is not None and layer.layer_id == config.first_decoder_layer:
                 entered = self._enter_decoder(step, inputs.replay, block, stream, pre)
                 if entered is None:
+                    self.idle(layer.layer_id)
                     return self._no_logits(stream)
                 step, stream, pre = entered
                 if inputs.replay.rows is not None and inputs.replay.places is not None:
@@ -196,6 +202,12 @@ class FastModel:
         hidden = ops.hyper_collapse(stream[logits_rows], pre[logits_rows])
         hidden = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
         return ops.dense_linear(hidden, self.head, torch.float32)
+
+    def idle(self, first_layer: int = 0) -> None:
+        """Take part in a step, from a layer on, without rows: run what other ranks send."""
+        step = Pass(self.config, self.ops, self.numerics, {}, None)
+        for block in self.blocks[first_layer:]:
+            serve_experts(step, block.moe, self.config.num_experts_per_tok)
 
     def _enter_decoder(
         self, step: Step, replay: Replay, block: BlockWeights, stream: Tensor, pre: Tensor

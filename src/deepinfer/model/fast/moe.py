@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from deepinfer.kernels.expert_linear.fused import experts, fits
 from deepinfer.kernels.grouping import combine, group
 from deepinfer.model.fast.step import Pass
 from deepinfer.model.fast.weights import MoeWeights
+from deepinfer.parallel.experts import LayerExperts, Pending
 
-__all__ = ["moe"]
+__all__ = ["moe", "serve_experts"]
 
 
 def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
@@ -24,6 +26,8 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
     )
     step.note("route_idx", chosen.int())
     step.note("route_weight", weight)
+    if weights.ranks is not None:
+        return _ranked(step, weights, weights.ranks, x, chosen, weight)
     held = weights.w2.codes.shape[0]
     if held < weights.bias.shape[0]:  # a slice of the experts stands for all
         chosen = chosen % held
@@ -50,6 +54,46 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
     shared = _expert(step, ops.fp8_linear(quantized, weights.shared_w1_w3, False), None)
     shared = ops.fp8_linear(shared, weights.shared_w2, quantize)
     return combine(routed, groups.place, shared)
+
+
+def serve_experts(step: Pass, weights: MoeWeights, num_active: int) -> None:
+    """Take part in a layer without rows of its own: run the rows that other ranks send."""
+    if weights.ranks is None:
+        return
+    gate = weights.gate.stored
+    x = torch.empty(0, gate.shape[1], dtype=step.numerics.dtype, device=gate.device)
+    chosen = torch.empty(0, num_active, dtype=torch.int64, device=gate.device)
+    weight = torch.empty(0, num_active, device=gate.device)
+    _serve(step, weights, weights.ranks, weights.ranks.dispatch(x, chosen, weight))
+
+
+def _ranked(
+    step: Pass, weights: MoeWeights, ranks: LayerExperts, x: Tensor, chosen: Tensor, weight: Tensor
+) -> Tensor:
+    """Run experts that other ranks hold as well; the shared expert runs while rows travel.
+
+    Every choice's row comes back unsummed, and the sum is that of one process.
+    """
+    ops = step.ops
+    pending = ranks.dispatch(x, chosen, weight)
+    quantized = step.act_quantized(x, "act8")
+    shared = _expert(step, ops.fp8_linear(quantized, weights.shared_w1_w3, False), None)
+    shared = ops.fp8_linear(shared, weights.shared_w2, step.numerics.quantize)
+    terms = _serve(step, weights, ranks, pending)
+    order = chosen.argsort(dim=1).unsqueeze(2).expand_as(terms)
+    places = torch.arange(chosen.numel(), device=x.device).view(chosen.shape)
+    return combine(terms.gather(1, order).flatten(0, 1), places, shared)
+
+
+def _serve(step: Pass, weights: MoeWeights, ranks: LayerExperts, pending: Pending) -> Tensor:
+    """Run the rows that came for this rank's experts; return those of its own tokens [T, k, C]."""
+    ops, found = step.ops, pending.wait()
+    routed = found.rows
+    if routed.shape[0]:
+        gate_up = ops.expert_linear(routed, weights.w1_w3, found.offsets, False)
+        routed = _expert(step, gate_up, found.weight)
+        routed = ops.expert_linear(routed, weights.w2, found.offsets, step.numerics.quantize)
+    return ranks.exchange.combine(pending, routed)
 
 
 def _expert(step: Pass, gate_up: Tensor, weight: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from deepinfer.config import LayerConfig, ModelConfig
 from deepinfer.kernels.expert_linear import Fp4Weight
 from deepinfer.kernels.linear import DenseWeight, Fp8Weight
+from deepinfer.parallel.experts import ExpertRanks, LayerExperts
 from deepinfer.weights.load import TensorSource
 
 __all__ = [
@@ -73,7 +74,11 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """Router, routed experts stacked over E, shared expert; gate and up are stacked in rows."""
+    """Router, routed experts stacked over E, shared expert; gate and up are stacked in rows.
+
+    ranks  the experts are those of this rank's slots, the others are on other ranks; None: all are
+           here
+    """
 
     gate: DenseWeight
     bias: Tensor
@@ -81,6 +86,7 @@ class MoeWeights:
     w2: Fp4Weight
     shared_w1_w3: Fp8Weight
     shared_w2: Fp8Weight
+    ranks: LayerExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class Loader:
     """Builds the weights of blocks from a checkpoint.
 
     keep_dense: on a CPU, fp32 copies of all matrices fit into `dequantized_bytes`.
+    ranks: of experts, whose slots say which this rank loads; None loads all.
     """
 
     def __init__(
@@ -125,7 +132,9 @@ class Loader:
         config: ModelConfig,
         device: torch.device,
         dequantized_bytes: int,
+        ranks: ExpertRanks | None = None,
     ) -> None:
+        self.ranks = ranks
         self.source = source
         self.config = config
         self.device = device
@@ -218,7 +227,12 @@ class Loader:
         )
 
     def _moe(self, name: str, num_experts: int) -> MoeWeights:
-        experts = [f"{name}.experts.{e}" for e in range(num_experts)]
+        layer: LayerExperts | None = None
+        held: Sequence[int] = range(num_experts)
+        if self.ranks is not None:
+            layer = self.ranks.layer(num_experts, drafts=name.startswith("mtp."))
+            held = layer.maps.local_experts
+        experts = [f"{name}.experts.{e}" for e in held]
         return MoeWeights(
             gate=self.dense(f"{name}.gate.weight"),
             bias=self.tensor(f"{name}.gate.bias"),
@@ -226,6 +240,7 @@ class Loader:
             w2=self.fp4(experts, "w2"),
             shared_w1_w3=self.fp8(f"{name}.shared_experts.w1", f"{name}.shared_experts.w3"),
             shared_w2=self.fp8(f"{name}.shared_experts.w2"),
+            ranks=layer,
         )
 
     def _compressor(self, name: str, layer: LayerConfig) -> CompressorWeights | None:
