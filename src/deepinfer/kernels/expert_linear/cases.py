@@ -55,13 +55,13 @@ def _experts(
 
     def take(arguments: Arguments, index: Tensor) -> Arguments:
         x, weight, offsets, quantized = arguments
-        bounds = torch.tensor(cast("list[int]", offsets))
+        bounds = torch.as_tensor(cast("list[int] | Tensor", offsets))
         owner = torch.repeat_interleave(torch.arange(experts), bounds[1:] - bounds[:-1])
         kept = cast("Tensor", x).index_select(0, index)
         return kept, weight, _offsets(owner[index], experts), quantized
 
     def moved(arguments: Arguments) -> int:  # experts without rows are not read
-        bounds = cast("list[int]", arguments[2])
+        bounds: list[int] = torch.as_tensor(cast("list[int] | Tensor", arguments[2])).tolist()
         hit = sum(1 for begin, end in pairwise(bounds) if begin < end)
         return hit * rows * columns * 17 // 32 + 2 * bounds[-1] * (columns + rows)
 
@@ -77,9 +77,11 @@ def _experts(
     )
 
 
-def _offsets(owner: Tensor, experts: int) -> list[int]:
+def _offsets(owner: Tensor, experts: int) -> list[int] | Tensor:
+    """Return where each expert's rows begin: numbers, on a card a tensor there."""
     counts = torch.bincount(owner, minlength=experts)
-    return [0, *counts.cumsum(0).tolist()]
+    offsets = [0, *counts.cumsum(0).tolist()]
+    return torch.tensor(offsets) if owner.is_cuda else offsets
 
 
 def _swiglu(
