@@ -192,6 +192,35 @@ def index_score(q: Tensor, weight: Tensor, keys: Tensor, rounding: str) -> Tenso
     return scores if rounding != "final" else scores.float().bfloat16().double()
 
 
+def paged_index_score(
+    q: Tensor,
+    weight: Tensor,
+    cache: Any,
+    table: Tensor,
+    rows: Tensor,
+    visible: Tensor,
+    blocks: Tensor | None,
+    size: int,
+    num_entries: int,
+    rounding: str,
+) -> Tensor:
+    columns = num_entries if blocks is None else blocks.shape[1] * size
+    out = torch.full((len(q), columns), -math.inf, dtype=torch.float64)
+    per_block = cache.codes.shape[1]
+    for t in range(len(q)):
+        for column in range(columns):
+            entry = column
+            if blocks is not None:
+                block = int(blocks[t, column // size])
+                entry = -1 if block < 0 else block * size + column % size
+            if not 0 <= entry < int(visible[t]):
+                continue
+            page = int(table[rows[t], entry // per_block])
+            key = cache_load(cache, torch.tensor([page * per_block + entry % per_block]))
+            out[t, column] = index_score(q[t : t + 1], weight[t : t + 1], key, rounding)[0, 0]
+    return out
+
+
 def pick(scores: list[float], count: int) -> list[int]:
     """The best entries that are not -inf, ascending, -1 padded; ties to the smaller index."""
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
@@ -300,7 +329,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     for function in (
         rms_norm, cos_sin, rotate_tail, round_trip, fp8_linear, dense_linear, grouped_linear,
         expert_linear, swiglu, route, hyper_mix, hyper_collapse, hyper_expand, compress,
-        index_score, select_topk, select_blocks, block_mask, sparse_attention, cache_load,
-        engram_hash, engram_lookup, engram_gate,
+        index_score, paged_index_score, select_topk, select_blocks, block_mask, sparse_attention,
+        cache_load, engram_hash, engram_lookup, engram_gate,
     )
 }  # fmt: skip

@@ -22,6 +22,7 @@ from deepinfer.kernels import (
     hyper,
     index_score,
     linear,
+    paged_index,
     quantize,
     rms_norm,
     rope,
@@ -52,6 +53,7 @@ _PUBLIC: Final[Mapping[str, Callable[..., object]]] = {
     "hyper_expand": hyper.hyper_expand,
     "compress": compress.compress,
     "index_score": index_score.index_score,
+    "paged_index_score": paged_index.paged_index_score,
     "select_topk": topk.select_topk,
     "select_blocks": topk.select_blocks,
     "block_mask": topk.block_mask,
@@ -87,6 +89,7 @@ class Ops:
     hyper_expand: Op
     compress: Op
     index_score: Op
+    paged_index_score: Op
     select_topk: Op
     select_blocks: Op
     block_mask: Op

@@ -66,6 +66,7 @@ TABLE: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "hyper_expand": _portable("hyper"),
     "compress": _portable("compress"),
     "index_score": _portable("index_score", _NUMPY),
+    "paged_index_score": _portable("paged_index"),
     "select_topk": _portable("topk", _NUMPY),
     "select_blocks": _portable("topk", _NUMPY),
     "block_mask": _portable("topk"),

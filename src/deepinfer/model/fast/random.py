@@ -108,6 +108,7 @@ class RandomLoader(Loader):
         self.config = config
         self.device = device
         self.keep_dense = False
+        self.ranks = None
         self.experts = experts or (0, config.n_routed_experts)
         self.seed = seed
         self.engram_rows = engram_rows
