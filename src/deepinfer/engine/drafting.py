@@ -61,8 +61,8 @@ class Drafter:
             shape = (*state.drafts.shape, model.config.vocab_size)
             self._logits = torch.zeros(shape, dtype=torch.float32, device=device)
 
-    def propose(self, caches: Caches, slots: Tensor) -> None:
-        """Draft behind the last token of each slot that goes on.
+    def propose(self, caches: Caches, slots: Tensor) -> bool:
+        """Draft behind the last token of each slot that goes on; return whether any does.
 
         slots  [N] int64; their state is up to date and everything but their last token is cached
         """
@@ -73,7 +73,7 @@ class Drafter:
             slots, room = slots[wanted], room[wanted]
             wanted = wanted[wanted]
         if not len(slots):
-            return
+            return False
         length, names = state.length[slots], slots.tolist()
         stream = STREAM_DRAFT if self.rejects else STREAM_TARGET
 
@@ -92,6 +92,7 @@ class Drafter:
         confidences = confidences.nan_to_num(nan=0.0)  # damaged draft blocks only cost time
         counts = torch.where(wanted, room.clamp(0, self.num_drafts), 0)
         state.propose(slots, tokens[:, 1:], counts, confidences)
+        return True
 
     def accept(
         self, batch: Batch, logits: Tensor, sampled: Sampled

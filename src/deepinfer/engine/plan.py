@@ -27,6 +27,7 @@ __all__ = [
     "StepKind",
     "StepPlan",
     "StepResult",
+    "Together",
 ]
 
 FROM_SLOT = -1
@@ -130,6 +131,20 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Together:
+    """What ranks that step together have agreed on; a rank's own plan may have no rows.
+
+    rows       most rows of any rank
+    sequences  most sequences of any rank that draft
+    propose    whether all enter the draft blocks
+    """
+
+    rows: int
+    sequences: int
+    propose: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One launch. `admissions`, `loads` and `restores` take effect before the rows run.
 
@@ -139,6 +154,7 @@ class StepPlan:
     draft_budget  drafts verified over all rows, split on the device by current confidences; None:
                   each row verifies its own `num_drafts`
     propose       draft for the next step, where the engine drafts at all
+    together      this rank computes with others, which wait for it in every layer
     """
 
     step_id: int
@@ -150,6 +166,7 @@ class StepPlan:
     propose: bool = True
     restores: tuple[SlotCopy, ...] = ()
     loads: tuple[StateLoad, ...] = ()
+    together: Together | None = None
 
     @property
     def num_tokens(self) -> int:

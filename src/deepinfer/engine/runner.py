@@ -43,6 +43,14 @@ class StepModel(Protocol):
         """Run rows again and name the first layer whose output is not finite."""
         ...
 
+    def begin(self, most_rows: int, /) -> None:
+        """Say how many rows the fullest of the ranks that step together has."""
+        ...
+
+    def idle(self) -> None:
+        """Take part in a step of theirs without rows."""
+        ...
+
 
 def slot_params(admission: Admission) -> SlotParams:
     """Translate a request's parameters into what the sampler keeps for its slot."""
@@ -107,8 +115,11 @@ class Runner:
             self._admit(admission)
         with torch.inference_mode():
             self._prepare_caches(plan)
-            batch = self._batches.build(plan, self.state)
-            if batch.inputs is None:
+            if plan.together is not None:
+                self.model.begin(plan.together.rows)
+            batch = self._batches.build(plan, self.state) if plan.rows else None
+            if batch is None or batch.inputs is None:
+                self._idle(plan)
                 return StepResult(plan.step_id, _nothing_drawn(plan))
             logits = self.model.forward(batch.inputs, self.caches, batch.logits_rows)
             num_drawn = len(batch.row_slots)
@@ -117,6 +128,8 @@ class Runner:
             if num_drawn:
                 allowed = token_masks(plan, batch, masks()) if plan.needs_masks else None
                 found = self._draw(plan, batch, logits[:num_drawn], allowed)
+            else:
+                self._propose(plan, None)
             return StepResult(plan.step_id, _results(plan, found, scores))
 
     def _draw(
@@ -144,9 +157,25 @@ class Runner:
         failed = good == 0
         accepted = torch.minimum(accepted, (good - 1).clamp(min=0))
         self.state.advance(batch.slots, emitted, accepted, failed)
-        if drafter is not None and plan.propose:
-            drafter.propose(self.caches, batch.slots)
+        self._propose(plan, batch)
         return self._drawn(plan, batch, sampled, accepted, emitted, failed)
+
+    def _propose(self, plan: StepPlan, batch: Batch | None) -> None:
+        """Draft for the next step. Ranks that step together all enter the draft blocks or none."""
+        drafter, together = self.drafter, plan.together
+        if drafter is None or (together is not None and not together.propose):
+            return
+        if together is not None:
+            self.model.begin(together.sequences * drafter.model.config.dspark_block_size)
+        drafted = batch is not None and plan.propose and drafter.propose(self.caches, batch.slots)
+        if together is not None and not drafted:
+            drafter.model.idle()
+
+    def _idle(self, plan: StepPlan) -> None:
+        """Take part in a step in which nothing of this rank runs."""
+        if plan.together is not None:
+            self.model.idle()
+            self._propose(plan, None)
 
     def _tokens_before(self, batch: Batch, row: int) -> list[int]:
         """Return all tokens before the one that a flat row draws."""
@@ -249,7 +278,9 @@ class Runner:
                     drawn[slot] = RowResult(row.request_id, (), error=_SPOILT)
                     continue
                 if explained is None:
-                    explained = self.explain(batch.sequence(place), plan.kind)
+                    told = "the logits are not finite; run it on one rank to see the layer"
+                    alone = plan.together is None  # running rows again would need the others
+                    explained = self.explain(batch.sequence(place), plan.kind) if alone else told
                 drawn[slot] = RowResult(row.request_id, (), error=explained)
                 continue
             count = counts[idx] + 1

@@ -181,6 +181,21 @@ class Scheduler:
         return len(self._prefilling) + len(self._running)
 
     @property
+    def wants_prefill(self) -> bool:
+        """Whether the next step would fill from prompts."""
+        return self._wants_prefill()
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether there is anything to extend."""
+        return bool(self._running)
+
+    @property
+    def prefill_wait_steps(self) -> int:
+        """Steps that admissible waiting work has sat through."""
+        return self._prefill_wait_steps
+
+    @property
     def num_in_flight(self) -> int:
         """Steps planned and not applied."""
         return len(self._in_flight)
@@ -268,9 +283,11 @@ class Scheduler:
         self._put_back(sequence)
         return True
 
-    def schedule(self, now_s: float = 0.0) -> StepPlan | None:
+    def schedule(self, now_s: float = 0.0, only: StepKind | None = None) -> StepPlan | None:
         """Plan the next step; None when nothing can run before a step in flight is applied or a
         gate opens.
+
+        only  the kind that ranks have agreed on; then None also when there is nothing of it
 
         Requests whose deadline has passed end first; `take_completions` returns them.
         """
@@ -283,12 +300,16 @@ class Scheduler:
         if self._gated:
             self._poll_gates(now_s)
         plan: StepPlan | None = None
-        if self._wants_prefill():
+        if self._wants_prefill() if only is None else only is StepKind.PREFILL:
             plan = self._plan_prefill()
-        if plan is None and self._running:
+        if plan is None and self._running and only is not StepKind.PREFILL:
             plan = self._plan_decode(now_s)
-            if plan is None and self._can_prefill():  # a growing sequence was put back
+            if plan is None and only is None and self._can_prefill():  # a growing one was put back
                 plan = self._plan_prefill()
+        if plan is None and only is not None:
+            waits = only is StepKind.DECODE and self._can_prefill()
+            self._prefill_wait_steps = self._prefill_wait_steps + 1 if waits else 0
+            return None
         if plan is None:
             assert self._in_flight or len(self._gated) == len(self._sequences), (
                 "work is left but nothing can run"

@@ -93,6 +93,7 @@ class FastModel:
         self._hash: EngramHash | None = None
         if config.engram_layer_ids and token_map is not None:
             self._hash = EngramHash(config, torch.as_tensor(token_map), self.device)
+        self.ranks = loader.ranks
         self.embed = loader.mapped("embed.weight")
         self.head = loader.dense("head.weight")
         self.norm = loader.norm("norm.weight")
@@ -203,6 +204,12 @@ class FastModel:
         hidden = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
         return ops.dense_linear(hidden, self.head, torch.float32)
 
+    def begin(self, most_rows: int) -> None:
+        """Say how many rows the fullest rank has in what follows."""
+        if self.ranks is not None:
+            self.ranks.exchange.begin(most_rows)
+
+    @np.errstate(all="ignore")
     def idle(self, first_layer: int = 0) -> None:
         """Take part in a step, from a layer on, without rows: run what other ranks send."""
         step = Pass(self.config, self.ops, self.numerics, {}, None)
