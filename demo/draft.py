@@ -3,14 +3,17 @@
 Row i of a block after position p predicts the token at p + 2 + i; its target is what the backbone predicts there. Half of
 the batches are rows in which stretches of text are replaced by the backbone's own greedy continuation, because that is
 what drafts are compared with when an engine runs. The confidence head is not trained by gradient steps: it is a
-logistic regression on the finished blocks, solved by Newton steps. Its temperatures, one for every draft, are fitted on one
-half of greedy continuations of held-out text and checked on the other; they go into `temperatures.json`.
+logistic regression on the finished blocks over greedy rows that the blocks were not trained on, solved by Newton steps. Its
+temperatures, one for every draft, are fitted on one half of greedy continuations of held-out text and checked on the other; they
+go into `temperatures.json`.
+
+A step whose loss or gradient is not finite changes nothing and is counted; the gradient's norm is clipped. On a GPU forward,
+backward and update are one recorded graph.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -41,10 +44,15 @@ from demo.optim import Optimizer
 from demo.rows import EOS_ID, Corpus, batches, evaluation_rows
 from demo.train import DIGIT_IDS, Step, load_inputs, load_parts, save_parts
 
-REAL, GREEDY = 32, 48  # tokens of text, then of the backbone's own continuation, in turns
-TESTED = 80  # tokens of greedy continuation in held-out rows
+STRETCHES = (
+    (16, 48),
+    (32, 96),
+)  # tokens of text, then of the backbone's own continuation, in turns
+REAL, TESTED = 32, 80  # the same in held-out rows
 BALANCE = 0.05
-GREEDY_SHARE = 3  # one step in so many uses greedy rows
+GREEDY_EVERY = 2  # one step in so many uses greedy rows
+KEPT_BACK = 4  # greedy batches that only the confidence head learns from
+CLIP = 3.0  # largest norm of the gradient, in usual norms
 CATEGORIES = ("natural", "json", "wordnet", "json_chat", "tool_chat", "needle")
 
 
@@ -74,10 +82,10 @@ def block_attention(
     near = torch.einsum("bahkd,bawd->bahkw", q, window).float() * scale
     near = near.masked_fill(~allowed[:, :, None, None], -1e30)
     own = torch.einsum("bahkd,bajd->bahkj", q, kv).float() * scale
-    scores = torch.cat([near, own], -1)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse[..., None]).to(q.dtype)
-    return torch.einsum("bahks,basd->bahkd", weights, torch.cat([window, kv], 2)), lse
+    lse = torch.logaddexp(torch.logsumexp(near, -1), torch.logsumexp(own, -1))
+    o = torch.einsum("bahkw,bawd->bahkd", torch.exp(near - lse[..., None]).to(q.dtype), window)
+    o = o + torch.einsum("bahkj,bajd->bahkd", torch.exp(own - lse[..., None]).to(q.dtype), kv)
+    return o, lse
 
 
 def head_logits(p: Params, h: Tensor, head: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +123,7 @@ class Drafter:
         wrap: Callable[..., Any] = torch.compile(dynamic=False) if compile_parts else (lambda f: f)
         self.front, self.back = wrap(layer_front), wrap(layer_back)
         self.features, self.keys = wrap(main_features), wrap(main_keys)
-        # The attention runs uncompiled: compiled products of 69 keys gave NaN after some hundred steps on an H200.
+        # The attention runs uncompiled: with it compiled, recorded steps gave NaN after some hundred replays on an H200.
         self.attend = block_attention
         self.head, self.losses = wrap(head_logits), wrap(losses)
         self.cos, self.sin = (
@@ -190,6 +198,68 @@ class Drafter:
         return torch.cat([stats.detach(), loads.flatten()])
 
 
+class Trainer:
+    """One guarded step: forward, backward, update. Everything stays on the device, so that it can be recorded.
+
+    lr      the factor of both learning rates, to be filled before each step
+    skipped how many steps changed nothing because their loss or gradient was not finite
+    blamed  in how many of these each parameter's gradient was not finite
+    """
+
+    def __init__(
+        self, drafter: Drafter, params: Params, frozen: Params, optimizer: Optimizer
+    ) -> None:
+        self.drafter, self.params, self.frozen, self.optimizer = drafter, params, frozen, optimizer
+        device, shape = drafter.model.device, drafter.shape
+        self.names = [n for n, p in params.items() if p.requires_grad]
+        self.biases = [p for n, p in params.items() if n.endswith("gate.bias")]
+        self.decay = torch.tensor([0.8**i for i in range(shape.dspark_block_size)], device=device)
+        self.lr, self.usual, self.skipped = (torch.zeros((), device=device) for _ in range(3))
+        self.blamed = torch.zeros(len(self.names), device=device)
+        self.result = torch.zeros(0)
+
+    def forget(self) -> None:
+        """Forget all moments and the usual norm."""
+        self.optimizer.reset()
+        self.usual.zero_()
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """Return (loss, matches [K], trials [K], norm of the gradient)."""
+        stats = self.drafter.step(self.params, self.frozen, self.decay, *batch)
+        self._update(stats)
+        return self.result
+
+    @torch.no_grad()
+    def _update(self, stats: Tensor) -> None:
+        k = self.drafter.shape.dspark_block_size
+        grads: dict[str, Tensor | None] = {n: self.params[n].grad for n in self.names}
+        found = [g for g in grads.values() if g is not None]
+        assert len(found) == len(self.names), "every parameter takes part"
+        norms = torch.stack(torch._foreach_norm(found))
+        norm = norms.square().sum().sqrt()
+        fine = torch.isfinite(stats[0]) & torch.isfinite(norm)
+        live = fine.float()
+        self.blamed.add_((~torch.isfinite(norms)).float())
+        self.skipped.add_(1 - live)
+        usual = torch.where(self.usual > 0, self.usual, norm)
+        limit = CLIP * usual
+        kept = torch.where(fine, torch.minimum(norm, limit), usual)
+        self.usual.copy_(
+            torch.where(fine | (self.usual > 0), usual + 0.02 * (kept - usual), self.usual)
+        )
+        factor = torch.where(fine, (limit / (norm + 1e-12)).clamp(max=1.0), torch.zeros_like(norm))
+        for g in found:
+            torch.nan_to_num_(g, nan=0.0, posinf=0.0, neginf=0.0)
+        torch._foreach_mul_(found, factor)
+        self.optimizer.step(self.lr * live, grads)
+        load = torch.nan_to_num(stats[1 + 2 * k :]).view(len(self.biases), -1)
+        rate = (2e-3 * self.lr + 1e-4) * live
+        torch._foreach_add_(
+            self.biases, list(torch.sign(load.mean(-1, keepdim=True) - load) * rate)
+        )
+        self.result = torch.cat([stats[: 1 + 2 * k], norm[None]])
+
+
 class Writer:
     """The frozen backbone: features of rows, and rows continued greedily."""
 
@@ -206,24 +276,30 @@ class Writer:
         )
         self.best = logits.argmax(-1)
 
+    def prepare(self, rows: int, length: int, columns: int) -> None:
+        """Record the pass for `rows` x `length` ids and at most `columns` columns."""
+        if not self.record:
+            return
+        device = self.model.device
+        self.ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+        self.cols = torch.zeros(rows, columns, dtype=torch.long, device=device)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._forward()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self._forward()
+
     def __call__(self, ids: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (taps, hidden, greedy tokens after `cols` [B,S]) of rows [B,T]; valid until the next call."""
-        if not self.record:
+        if self.graph is None:
             self.ids, self.cols = ids, cols
             self._forward()
             return self.taps, self.hidden, self.best
-        if self.graph is None:
-            self.ids, self.cols = ids.clone(), cols.clone()
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    self._forward()
-            torch.cuda.current_stream().wait_stream(side)
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self._forward()
         self.ids.copy_(ids)
         self.cols[:, : cols.shape[1]] = cols
         self.graph.replay()
@@ -238,9 +314,9 @@ class Writer:
             ids[line, cols + 1] = best
 
 
-def regular_starts(rows: int, length: int, device: torch.device) -> Tensor:
+def regular_starts(rows: int, length: int, real: int, greedy: int, device: torch.device) -> Tensor:
     """Return the last text column before every greedy stretch, [rows, S]."""
-    starts = torch.arange(REAL - 1, length - GREEDY - 8, REAL + GREEDY, device=device)
+    starts = torch.arange(real - 1, length - greedy - 8, real + greedy, device=device)
     return starts.expand(rows, -1).contiguous()
 
 
@@ -264,21 +340,28 @@ class Pool:
     """Rows with the backbone's features, kept on the device, and the anchors that blocks may start from."""
 
     def __init__(self, seed: int) -> None:
-        self.rows: list[tuple[Tensor, Tensor, Tensor, list[np.ndarray]]] = []
+        self.rows: list[tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]] = []
         self.rng = np.random.default_rng(seed)
 
     def add(self, writer: Writer, ids: Tensor, allowed: list[np.ndarray]) -> None:
-        """Compute the features of rows [B,T+1] and keep them."""
+        """Compute the features of rows [B,T+1] and keep them; rows with features that are not finite are not drawn from."""
         taps, hidden, _ = writer(ids[:, :-1].contiguous(), torch.zeros_like(ids[:, :1]))
-        self.rows.append((ids.clone(), taps.clone(), hidden.clone(), allowed))
+        sound = taps.isfinite().flatten(1).all(1) & hidden.isfinite().flatten(1).all(1)
+        table = np.zeros((len(allowed), max(1, *(a.size for a in allowed))), np.int64)
+        for row, a in enumerate(allowed):
+            table[row, : a.size] = a
+        counts = torch.tensor([a.size for a in allowed], device=ids.device) * sound
+        kept = (ids.clone(), taps.clone(), hidden.clone())
+        if not bool(sound.all()):
+            kept[1].nan_to_num_(0.0, 0.0, 0.0), kept[2].nan_to_num_(0.0, 0.0, 0.0)
+            print(f"rows with features that are not finite: {int((~sound).sum())}", flush=True)
+        self.rows.append((kept, torch.from_numpy(table).to(ids.device), counts.float()))
 
     def draw(self, anchors: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (ids, taps, hidden, anchors [B,A]) of a random batch."""
-        ids, taps, hidden, allowed = self.rows[int(self.rng.integers(len(self.rows)))]
-        picked = [
-            self.rng.choice(a, anchors) if a.size else np.zeros(anchors, np.int64) for a in allowed
-        ]
-        return ids, taps, hidden, torch.from_numpy(np.stack(picked)).to(ids.device)
+        kept, table, counts = self.rows[int(self.rng.integers(len(self.rows)))]
+        number = torch.rand(len(table), anchors, device=table.device) * counts[:, None]
+        return *kept, table.gather(1, number.long().clamp_max(table.shape[1] - 1))
 
 
 class Trials:
@@ -411,11 +494,12 @@ def main() -> None:
         help="folder with the backbone (and drafts to go on with)",
     )
     parser.add_argument("--out", type=Path, default=Path(".carry/state"))
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--limit", type=int, default=60000, help="most steps, with --seconds")
     parser.add_argument(
         "--seconds", type=float, default=0, help="choose the number of steps to end at this time"
     )
-    parser.add_argument("--greedy-batches", type=int, default=48)
+    parser.add_argument("--greedy-batches", type=int, default=64)
     parser.add_argument("--text-batches", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
@@ -458,20 +542,30 @@ def main() -> None:
         log.write(line + "\n")
         log.flush()
 
+    torch.manual_seed(0)
     greedy, text = Pool(1), Pool(2)
-    starts = regular_starts(args.batch, args.length, device)
-    source = batches(corpus, args.length, args.batch, 0.35, 0.15, 7000, 0)
+    aside: list[tuple[tuple[Tensor, Tensor, Tensor], list[np.ndarray], int]] = []
+    source = batches(corpus, args.length, args.batch, 0.4, 0.15, 7000, 0)
+    plans = [
+        (regular_starts(args.batch, args.length, *plan, device), plan[1]) for plan in STRETCHES
+    ]
+    writer.prepare(args.batch, args.length, max(starts.shape[1] for starts, _ in plans))
     with torch.no_grad() if args.cpu else torch.enable_grad():
         for number in range(args.greedy_batches):
+            starts, count = plans[number % len(plans)]
             ids = torch.from_numpy(next(source)[:, 0].astype(np.int64)).to(device)
-            writer.continue_rows(ids, starts, GREEDY)
-            greedy.add(
-                writer,
-                ids,
-                stretch_anchors(ids.cpu().numpy(), list(starts.cpu().numpy()), GREEDY, k),
-            )
-            if number in (0, 1, args.greedy_batches - 1):
+            writer.continue_rows(ids, starts, count)
+            columns = list(starts.cpu().numpy())
+            if number < KEPT_BACK:
+                taps, hidden, _ = writer(ids[:, :-1].contiguous(), starts)
+                aside.append(((ids, taps.clone(), hidden.clone()), columns, count))
+            else:
+                greedy.add(writer, ids, stretch_anchors(ids.cpu().numpy(), columns, count, k))
+            if number in (0, 1, KEPT_BACK, args.greedy_batches - 1):
                 report(greedy_batches=number + 1)
+            if args.seconds and greedy.rows and time.time() - began > 0.36 * args.seconds:
+                report(greedy_batches=number + 1, stopped=True)
+                break
         everywhere = [np.arange(args.length - k - 1)] * args.batch
         for _ in range(args.text_batches):
             ids = torch.from_numpy(next(source)[:, 0].astype(np.int64)).to(device)
@@ -494,62 +588,71 @@ def main() -> None:
         return trials
 
     optimizer = Optimizer(params, shape.o_groups, args.muon_lr, args.adam_lr, weight_decay=0.1)
-    decay = torch.tensor([0.85**i for i in range(k)], device=device)
-    biases = [params[f"mtp.{i}.ffn.gate.bias"] for i in range(last + 1)]
+    trainer = Trainer(drafter, params, frozen, optimizer)
     run: Step | None = None
     ring: list[Tensor] = []
     on_policy: list[Tensor] = []
     good = {n: v.detach().clone() for n, v in params.items()}
-    step, factor, mark = 0, 1.0, time.time()
+    step, factor, captures, skipped, mark = 0, 1.0, 0, 0, time.time()
     while step < args.steps:
-        batch = (greedy if step % GREEDY_SHARE == 1 else text).draw(args.anchors)
+        from_greedy = step % GREEDY_EVERY == 1
+        batch = (greedy if from_greedy else text).draw(args.anchors)
         if run is None:
-            call = functools.partial(drafter.step, params, frozen, decay)
-            run = Step(call, params, batch, not args.cpu)
-            mark = time.time()
-        stats, grads = run(*batch)
-        lr = factor * min(1.0, (step + 1) / 200) * max(0.0, 1 - step / args.steps) ** 1.5
-        optimizer.step(lr, grads)
-        load = stats[1 + 2 * k :].view(len(biases), -1)
-        torch._foreach_add_(
-            biases, list(torch.sign(load.mean(-1, keepdim=True) - load) * (2e-3 * lr + 1e-4))
-        )
-        ring.append(stats[: 1 + 2 * k].clone())
-        if step % GREEDY_SHARE == 1:
+            trainer.lr.zero_()
+            captures += 1
+            run = Step(trainer, params, batch, not args.cpu and captures < 4)
+            trainer.forget()
+            trainer.skipped.zero_()
+            skipped, mark = 0, time.time()
+            report(step=step, captures=captures, recorded=run.graph is not None)
+        progress = step / args.steps
+        trainer.lr.fill_(factor * min(1.0, (step + 1) / 200) * min(1.0, (1 - progress) / 0.7))
+        stats, _ = run(*batch)
+        ring.append(stats.clone())
+        if from_greedy:
             on_policy.append(ring[-1])
         step += 1
-        if step % 100 == 0 or step in (20, args.steps):
-            both = torch.stack(ring)
-            v = (both[-20:].mean(0)).cpu().numpy()
-            if not np.isfinite(v).all():
-                factor *= 0.5
-                bad = [n for n, p in params.items() if not bool(p.isfinite().all())]
-                report(step=step, not_finite=bad[:8], factor=factor)
-                with torch.no_grad():
-                    for n, p in params.items():
-                        p.copy_(good[n])
-                optimizer.reset()
-                if factor < 0.005:
-                    raise SystemExit("the drafts do not train: the loss is not finite")
-            else:
-                good = {n: p.detach().clone() for n, p in params.items()}
-                seconds = time.time() - mark
-                if args.seconds and step in (100, 600, 1500, 3000):
-                    left = args.seconds - (time.time() - began)
-                    args.steps = step + max(100, int(len(ring) / seconds * left))
-                if step % 500 == 0 or step in (20, 100, args.steps):
-                    e = torch.stack(on_policy).mean(0).cpu().numpy()
-                    rates = e[1 : 1 + k] / np.maximum(e[1 + k :], 1)
-                    report(step=step, steps=args.steps, loss=float(both[:, 0].mean()), greedy_rates=rates.round(3).tolist(),
-                           greedy_length=float(1 + np.cumprod(rates).sum()), steps_per_second=len(ring) / seconds)  # fmt: skip
-                if step % 2500 == 0:
-                    save_parts(params, args.out, "drafts")
-                    report(step=step, **{c: tested(c).summary()["mean_accepted_length"] for c in categories})  # fmt: skip
-            ring, on_policy, mark = [], [], time.time()
+        if step % 100 and step not in (20, args.steps):
+            continue
+        lost = int(trainer.skipped)
+        sound = all(bool(p.isfinite().all()) for p in params.values())
+        if not sound or lost - skipped > 25:
+            blamed = {n: int(c) for n, c in zip(trainer.names, trainer.blamed.tolist(), strict=True) if c}  # fmt: skip
+            report(step=step, skipped=lost, sound=sound, factor=factor, blamed=blamed)
+            with torch.no_grad():
+                for n, p in params.items():
+                    p.copy_(good[n])
+            if captures > 8:
+                break
+            factor *= 0.8
+            trainer.blamed.zero_()
+            run, ring, on_policy = None, [], []
+            continue
+        if lost > skipped:
+            report(step=step, skipped=lost)
+        skipped = lost
+        seconds = time.time() - mark
+        if args.seconds and (step in (100, 500) or step % 1000 == 0):
+            left = args.seconds - (time.time() - began)
+            args.steps = max(step, min(args.limit, step + int(len(ring) / seconds * left)))
+        if step % 500 == 0 or step in (20, 100, args.steps):
+            good = {n: p.detach().clone() for n, p in params.items()}
+            both, e = torch.stack(ring).nanmean(0), torch.stack(on_policy).nanmean(0).cpu().numpy()
+            rates = e[1 : 1 + k] / np.maximum(e[1 + k : 1 + 2 * k], 1)
+            report(step=step, steps=args.steps, loss=float(both[0]), norm=float(both[-1]), greedy_rates=rates.round(3).tolist(),
+                   greedy_length=float(1 + np.cumprod(rates).sum()), steps_per_second=len(ring) / seconds)  # fmt: skip
+            if step >= 100:
+                ring, on_policy = [], []
+        if step in (1000, 5000) or step % 10000 == 0:
+            save_parts(params, args.out, "drafts")
+            report(step=step, **{c: tested(c).summary()["mean_accepted_length"] for c in categories})  # fmt: skip
+        if not ring:
+            mark = time.time()
     save_parts(params, args.out, "drafts")
     seen = Trials(k)
-    for ids, taps, hidden, _ in greedy.rows[:12]:
-        seen.add(drafter, params, frozen, (ids, taps, hidden), list(starts.cpu().numpy()), GREEDY, args.anchors)  # fmt: skip
+    for rows, columns, count in aside:
+        seen.add(drafter, params, frozen, rows, columns, count, args.anchors)
+    report(kept_back=len(aside), **seen.summary())
     weights = fit_confidence(*seen.joined())
     with torch.no_grad():
         params[confidence].copy_(weights[None].bfloat16().float())

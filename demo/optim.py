@@ -45,7 +45,8 @@ def orthogonalize(g: Tensor) -> Tensor:
 class Optimizer:
     """One step of Muon and Adam over a dict of parameters.
 
-    `step(lr, grads)` scales both learning rates by `lr`. Router biases have no gradient.
+    `step(lr, grads)` scales both learning rates by `lr`, a number or a scalar on the device: with the latter nothing in a step waits
+    for the host, and it can be recorded as a graph. Router biases have no gradient.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Optimizer:
             for k, p in params.items()
             if p.requires_grad and not is_matrix(k)
         }
-        self.count = 0
+        device = next(iter(self.momentum.values())).device
+        self.count = torch.zeros((), device=device)
         by_shape: dict[tuple[int, ...], list[str]] = {}
         for name in self.momentum:
             if is_matrix(name):
@@ -83,13 +85,13 @@ class Optimizer:
 
     def reset(self) -> None:
         """Forget all moments."""
-        self.count = 0
+        self.count.zero_()
         for moments in (self.momentum, self.second):
             for m in moments.values():
                 m.zero_()
 
     @torch.no_grad()
-    def step(self, lr: float, grads: dict[str, Tensor | None]) -> None:
+    def step(self, lr: float | Tensor, grads: dict[str, Tensor | None]) -> None:
         """Update every parameter from its gradient; the gradients are used as scratch, what is not finite in them counts as 0."""
         self.count += 1
         for g in grads.values():
@@ -114,8 +116,8 @@ class Optimizer:
                     p = self._matrices(k, self.params[k])
                     part = update[first : first + len(p)]
                     first += len(p)
-                    p.mul_(1 - lr * self.muon_lr * self.weight_decay).add_(
-                        part, alpha=-lr * self.muon_lr
+                    p.mul_(1 - lr * self.muon_lr * self.weight_decay).sub_(
+                        part * (lr * self.muon_lr)
                     )
         b1, b2 = 0.9, 0.95
         found = {k: g for k in self.adam if (g := grads[k]) is not None}
@@ -126,8 +128,9 @@ class Optimizer:
             torch._foreach_lerp_(m, gs, 1 - b1)
             torch._foreach_mul_(v, b2)
             torch._foreach_addcmul_(v, gs, gs, 1 - b2)
-            scale = lr * self.adam_lr / (1 - b1**self.count)
             denominator = torch._foreach_div(v, 1 - b2**self.count)
             torch._foreach_sqrt_(denominator)
             torch._foreach_add_(denominator, 1e-10)
-            torch._foreach_addcdiv_(ps, m, denominator, -scale)
+            change = torch._foreach_div(m, denominator)
+            torch._foreach_mul_(change, lr * self.adam_lr / (1 - b1**self.count))
+            torch._foreach_sub_(ps, change)

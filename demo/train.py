@@ -339,7 +339,7 @@ def main() -> None:
     optimizer = Optimizer(params, shape.o_groups, args.muon_lr, args.adam_lr, args.weight_decay)
     moments = load_parts(args.state, "moments")
     if moments:
-        optimizer.count = step
+        optimizer.count.fill_(step)
         for name, value in moments.items():
             kind, key = name.split("/", 1)
             getattr(optimizer, kind)[key].copy_(value)
