@@ -1,0 +1,480 @@
+// Grouped products of few-bit weights with tokens on SM90a: out[r, n] = sum_k x[r, k] * w[e(r), n, k].
+//
+// The weights are the wide side of the tensor instruction (64 rows, decoded in registers), the tokens
+// its narrow side (8..128, from shared memory), so a tile of few tokens wastes nothing. One producer
+// warpgroup streams packed weights (bulk copies of contiguous tiles) and tokens (16-byte copies into
+// swizzled rows) through a ring of stages; consumer warpgroups decode, multiply and store. Blocks are
+// persistent: while one tile is stored, the next one's weights arrive.
+//
+// The order of every sum is fixed by K alone: a row's bits do not depend on its batch.
+#pragma once
+#include "decode.cuh"
+#include "mma.cuh"
+
+enum Format { FP4_AS_FP8 = 0, FP4_AS_BF16 = 1, FP8_AS_BF16 = 2 };
+
+// Bytes of one packed block: 64 rows by 64 inputs.
+__host__ __device__ constexpr int block_bytes(int format) {
+  return format == FP8_AS_BF16 ? 4096 + 16 : 2048 + 128;
+}
+
+struct Args {
+  const unsigned char* x;       // [R, K] e4m3 or bf16 bytes
+  const float* token_scale;     // [R] of e4m3 tokens, else null
+  const int* source;            // [R] row of x of each row of the result, null: the same
+  const unsigned char* weight;  // [E][N/256][K/64][4][block_bytes]
+  const float* row_scale;       // [E, N]
+  const int* offsets;           // [E + 1] first row of each expert
+  unsigned short* out;          // [R, N] bf16
+  int experts, outputs, inputs, x_row_bytes;
+};
+
+__device__ inline u32 times(u32 a, u32 b) {
+  u32 out;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+// ---- barriers, copies ----------------------------------------------------------------------------
+
+__device__ inline u32 address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+__device__ inline void barrier_init(u32 bar, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+__device__ inline void barrier_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ inline void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
+}
+__device__ inline void barrier_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra done;\nbra again;\ndone:\n}\n" ::"r"(bar), "r"(parity)
+      : "memory");
+}
+__device__ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(target), "l"(source), "r"(bytes), "r"(bar), "l"(policy)
+      : "memory");
+}
+__device__ inline u64 read_once() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline void copy16(u32 target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+__device__ inline void copies_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+__device__ inline void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void group_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+__device__ inline void group_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+__device__ inline uint4 load16(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at));
+  return v;
+}
+__device__ inline u32 load4(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+__device__ inline u32 pack_bf16(float low, float high) {
+  u32 out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+template <int N>
+__device__ inline void keep_in_place(float (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(v[i])::"memory");
+}
+
+// ---- the kernel ----------------------------------------------------------------------------------
+
+// GROUPS consumer warpgroups of TILES 64-row tiles (256 rows in all), at most TOKENS tokens a tile,
+// STAGES stages of BLOCKS 64-wide K blocks. PROMOTE: e4m3 partial sums of 128 inputs leave the tensor
+// unit, whose accumulator keeps fewer bits than fp32.
+template <int FORMAT, int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, bool PROMOTE>
+struct Kernel {
+  static_assert(GROUPS * TILES == 4, "a block computes 256 rows of weights");
+  static constexpr bool FP8 = FORMAT == FP4_AS_FP8;
+  static constexpr int ATOMS = FP8 ? BLOCKS / 2 : BLOCKS;  // 128-byte columns of tokens in a stage
+  static constexpr int UNITS = ATOMS * TILES;              // steps of 4 instructions in a stage
+  static constexpr int BLOCK = block_bytes(FORMAT);
+  static constexpr int CODES = FORMAT == FP8_AS_BF16 ? 4096 : 2048;
+  static constexpr int WEIGHT_BYTES = BLOCKS * 4 * BLOCK;
+  static constexpr int TOKEN_BYTES = ATOMS * TOKENS * 128;
+  static constexpr int MAX_EXPERTS = 512;
+  static constexpr int THREADS = 128 * (GROUPS + 1);
+  static constexpr int STAGING = 8192;  // a warpgroup's 64 tokens by 64 rows, bf16
+  static constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;
+  static constexpr int SHARED = STAGES * (WEIGHT_BYTES + TOKEN_BYTES) + GROUPS * CHUNK * 128 +
+                                16 * STAGES + 4 * (MAX_EXPERTS + 1) + 1024 + 64;
+  static constexpr int CONSUMER_REGS = GROUPS == 4 ? 112 : 232;
+  static constexpr int PRODUCER_REGS = GROUPS == 4 ? 32 : 40;
+
+  struct Place {  // of a tile: expert, first output, first row, number of rows
+    int expert, output, row, rows;
+  };
+
+  static __device__ Place locate(const Args& a, const int* first, int tile) {
+    const int blocks = a.outputs / 256, lane = threadIdx.x & 31;
+    int expert = 0;
+    for (int base = 0; base < a.experts; base += 32) {
+      const int e = base + lane;
+      const bool before = e < a.experts && first[e + 1] * blocks <= tile;
+      expert += __popc(__ballot_sync(~0u, before));
+    }
+    const int begin = __ldg(a.offsets + expert), count = __ldg(a.offsets + expert + 1) - begin;
+    const int tiles = first[expert + 1] - first[expert], rest = tile - first[expert] * blocks;
+    const int part = rest % tiles, share = ((count + tiles - 1) / tiles + 7) & ~7;
+    Place p;
+    p.expert = expert;
+    p.output = rest / tiles * 256;
+    p.row = begin + part * share;
+    p.rows = max(0, min(share, count - part * share));
+    return p;
+  }
+
+  struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ void next() {
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+  };
+
+  static __device__ void produce(const Args& a, const int* first, int total, u32 tokens, u32 weights,
+                                 u32 full, u32 empty) {
+    const int t = threadIdx.x & 127, steps = a.inputs / (64 * BLOCKS);
+    const u64 policy = read_once();
+    Ring ring;
+    for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
+      const Place p = locate(a, first, tile);
+      const unsigned char* w = a.weight + (size_t(p.expert) * a.outputs + p.output) / 64 *
+                                              (a.inputs / 64) * size_t(BLOCK);
+      const int piece = t & 7;
+      for (int step = 0; step < steps; ++step) {
+        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        const u32 bar = full + 8 * ring.stage;
+        if (t == 0) {
+          barrier_expect(bar, WEIGHT_BYTES);
+          bulk_copy(weights + ring.stage * WEIGHT_BYTES, w + size_t(step) * WEIGHT_BYTES,
+                    WEIGHT_BYTES, bar, policy);
+        }
+        const u32 to = tokens + ring.stage * TOKEN_BYTES;
+        for (int row = t >> 3; row < p.rows; row += 16) {
+          const int r = p.row + row;
+          const int source = a.source ? __ldg(a.source + r) : r;
+          const unsigned char* from =
+              a.x + size_t(source) * a.x_row_bytes + step * (ATOMS * 128) + piece * 16;
+          const u32 at = to + row * 128 + ((piece ^ (row & 7)) << 4);
+#pragma unroll
+          for (int atom = 0; atom < ATOMS; ++atom)
+            copy16(at + atom * (TOKENS * 128), from + atom * 128);
+        }
+        copies_arrive(bar);
+        ring.next();
+      }
+    }
+  }
+
+  // One unit: 64 rows by 128 bytes of a token, 16 registers of A.
+  static __device__ void decode(u32 block, u32 (&a)[16]) {
+    const int t = threadIdx.x & 127, warp = t >> 5, g = (t & 31) >> 2;
+    if constexpr (FORMAT == FP4_AS_FP8) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 at = block + half * (4 * BLOCK);
+        const uint4 q = load16(at + t * 16);
+        const u32 s = load4(at + CODES + (warp * 8 + g) * 4);
+        u32* to = a + half * 8;
+        fp4_to_fp8(q.x, s & 255, to[0], to[2]);
+        fp4_to_fp8(q.y, (s >> 16) & 255, to[1], to[3]);
+        fp4_to_fp8(q.z, (s >> 8) & 255, to[4], to[6]);
+        fp4_to_fp8(q.w, s >> 24, to[5], to[7]);
+      }
+    } else if constexpr (FORMAT == FP4_AS_BF16) {
+      const uint4 q = load16(block + t * 16);
+      const u32 s = load4(block + CODES + (warp * 8 + g) * 4);
+      const u32 words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        const u32 upper = (group ? (s >> 8) & 255 : s & 255) * 0x00800080u;
+        const u32 lower = (group ? s >> 24 : (s >> 16) & 255) * 0x00800080u;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          u32 pair[4];
+          fp4_to_pairs(words[2 * group + k], pair);
+          u32* to = a + (2 * group + k) * 4;
+          to[0] = times(pair[0], upper);
+          to[1] = times(pair[1], lower);
+          to[2] = times(pair[2], upper);
+          to[3] = times(pair[3], lower);
+        }
+      }
+    } else {
+      const u32 s = load4(block + CODES + (warp >> 1) * 4);
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        const uint4 q = load16(block + group * 2048 + t * 16);
+        const u32 factor = (group ? (s >> 8) & 255 : s & 255) * 0x00800080u;
+        const u32 words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          u32 pair[4];
+          fp8_to_pairs(words[2 * k], pair[0], pair[1]);
+          fp8_to_pairs(words[2 * k + 1], pair[2], pair[3]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[(2 * group + k) * 4 + i] = times(pair[i], factor);
+        }
+      }
+    }
+  }
+
+  // Descriptor of swizzled token rows: 8 rows of 128 bytes an atom.
+  static __device__ u64 describe(u32 at) {
+    return u64((at & 0x3FFFF) >> 4) | (u64(1) << 16) | (u64(64) << 32) | (u64(1) << 62);
+  }
+
+  template <int N>
+  struct Sums {
+    float done[TILES][N / 2];
+    float part[FP8 && PROMOTE ? N / 2 : 1];
+  };
+
+  static __device__ u32 block_of(u32 weights, int atom, int tile) {
+    const int group = threadIdx.x / 128 - 1;
+    return weights + (FP8 ? 2 * atom : atom) * (4 * BLOCK) + (group * TILES + tile) * BLOCK;
+  }
+
+  struct Stage {  // where the stage in use lies
+    u32 tokens, weights, empty;
+  };
+
+  static __device__ Stage enter(Ring& ring, u32 tokens, u32 weights, u32 full, u32 empty) {
+    barrier_wait(full + 8 * ring.stage, ring.parity);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    const Stage s = {tokens + ring.stage * TOKEN_BYTES, weights + ring.stage * WEIGHT_BYTES,
+                     empty + 8 * ring.stage};
+    ring.next();
+    return s;
+  }
+
+  // Multiply unit UNIT of a stage, held in `now`; meanwhile decode the unit after it into `then`.
+  template <int N, int UNIT>
+  static __device__ void unit(Sums<N>& sums, u32 (&now)[16], u32 (&then)[16], Stage& stage, bool more,
+                              Ring& ring, u32 tokens, u32 weights, u32 full, u32 empty) {
+    constexpr int atom = UNIT / TILES, tile = UNIT % TILES;
+    const u64 b = describe(stage.tokens + atom * (TOKENS * 128));
+    const u32 release = stage.empty;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(now[i])::"memory");
+    group_fence();
+    if constexpr (FP8 && PROMOTE) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.part, now + 4 * k, b + 2 * k, k != 0);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.done[tile], now + 4 * k, b + 2 * k, 1);
+    }
+    group_commit();
+    if constexpr (UNIT + 1 < UNITS) {
+      decode(block_of(stage.weights, (UNIT + 1) / TILES, (UNIT + 1) % TILES), then);
+    } else {
+      if (more) {
+        stage = enter(ring, tokens, weights, full, empty);
+        decode(block_of(stage.weights, 0, 0), then);
+      }
+    }
+    group_wait();
+    if constexpr (FP8 && PROMOTE) {
+      keep_in_place(sums.part);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sums.done[tile][i] += sums.part[i];
+    }
+    if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
+    if constexpr (UNIT + 1 < UNITS)
+      unit<N, UNIT + 1>(sums, then, now, stage, more, ring, tokens, weights, full, empty);
+  }
+
+  template <int N>
+  static __device__ void multiply(const Args& a, const Place& p, Ring& ring, u32 tokens, u32 weights,
+                                  u32 full, u32 empty, unsigned char* staging) {
+    Sums<N> sums;
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sums.done[m][i] = 0.f;
+    u32 even[16], odd[16];
+    const int steps = a.inputs / (64 * BLOCKS);
+    Stage stage = enter(ring, tokens, weights, full, empty);
+    decode(block_of(stage.weights, 0, 0), even);
+#pragma unroll 1
+    for (int step = 0; step < steps; step += 2) {
+      unit<N, 0>(sums, even, odd, stage, true, ring, tokens, weights, full, empty);
+      const bool more = step + 2 < steps;
+      if constexpr (UNITS % 2 == 0)
+        unit<N, 0>(sums, even, odd, stage, more, ring, tokens, weights, full, empty);
+      else
+        unit<N, 0>(sums, odd, even, stage, more, ring, tokens, weights, full, empty);
+    }
+    store<N>(a, p, sums, staging);
+  }
+
+  template <int N>
+  static __device__ void store(const Args& a, const Place& p, Sums<N>& sums, unsigned char* staging) {
+    const int group = threadIdx.x / 128 - 1, t = threadIdx.x & 127, warp = t >> 5, lane = t & 31;
+    const u32 base = address(staging) + group * (CHUNK * 128);
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) {
+      const int output = p.output + (group * TILES + m) * 64;
+      const float* scale = a.row_scale + size_t(p.expert) * a.outputs + output + warp * 16 + (lane >> 2);
+      const float upper = __ldg(scale), lower = __ldg(scale + 8);
+#pragma unroll
+      for (int start = 0; start < N; start += CHUNK) {
+        if (start && start >= p.rows) break;
+        constexpr int SIZE = N < CHUNK ? N : CHUNK;
+#pragma unroll
+        for (int j = 0; j < SIZE / 8; ++j) {
+          const float* v = sums.done[m] + start / 2 + 4 * j;
+          float s0 = 1.f, s1 = 1.f;
+          if constexpr (FP8) {
+            const int column = start + 8 * j + (lane & 3) * 2, end = p.rows - 1;
+            s0 = __ldg(a.token_scale + p.row + min(column, end));
+            s1 = __ldg(a.token_scale + p.row + min(column + 1, end));
+          }
+          const u32 r0 = pack_bf16(v[0] * upper * s0, v[1] * upper * s1);
+          const u32 r1 = pack_bf16(v[2] * lower * s0, v[3] * lower * s1);
+          const int token = 8 * j + (lane & 7), part = 2 * warp + ((lane >> 3) & 1);
+          const u32 at = base + token * 128 + ((part ^ (token & 7)) << 4);
+          asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at),
+                       "r"(r0), "r"(r1)
+                       : "memory");
+        }
+        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+        const int held = min(SIZE, p.rows - start) * 8;
+        for (int i = t; i < held; i += 128) {
+          const int token = i >> 3, part = i & 7;
+          const uint4 v = load16(base + token * 128 + ((part ^ (token & 7)) << 4));
+          *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.outputs + output +
+                                    part * 8) = v;
+        }
+        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+      }
+    }
+  }
+
+  static __device__ void run(const Args& a) {
+    extern __shared__ unsigned char raw[];
+    unsigned char* shared = raw + ((1024 - (address(raw) & 1023)) & 1023);
+    unsigned char* tokens = shared;
+    unsigned char* weights = tokens + STAGES * TOKEN_BYTES;
+    unsigned char* staging = weights + STAGES * WEIGHT_BYTES;
+    unsigned char* bars = staging + GROUPS * CHUNK * 128;
+    int* first = reinterpret_cast<int*>(bars + 16 * STAGES);
+    const u32 full = address(bars), empty = full + 8 * STAGES;
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < STAGES; ++i) {
+        barrier_init(full + 8 * i, 129);
+        barrier_init(empty + 8 * i, 4 * GROUPS);
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x < 32) {  // tiles of tokens before each expert
+      int sum = 0;
+      if (threadIdx.x == 0) first[0] = 0;
+      for (int base = 0; base < a.experts; base += 32) {
+        const int e = base + threadIdx.x;
+        int n = 0;
+        if (e < a.experts) n = (__ldg(a.offsets + e + 1) - __ldg(a.offsets + e) + TOKENS - 1) / TOKENS;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+          const int other = __shfl_up_sync(~0u, n, d);
+          if (threadIdx.x >= d) n += other;
+        }
+        if (e < a.experts) first[e + 1] = sum + n;
+        sum += __shfl_sync(~0u, n, 31);
+      }
+    }
+    __syncthreads();
+    const int total = first[a.experts] * (a.outputs / 256);
+    if (threadIdx.x < 128) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGS));
+      produce(a, first, total, address(tokens), address(weights), full, empty);
+      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGS));
+      Ring ring;
+      for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
+        const Place p = locate(a, first, tile);
+        const u32 x = address(tokens), w = address(weights);
+        if constexpr (TOKENS <= 32) {
+          if (p.rows <= 8)
+            multiply<8>(a, p, ring, x, w, full, empty, staging);
+          else if (p.rows <= 16)
+            multiply<16>(a, p, ring, x, w, full, empty, staging);
+          else if (p.rows <= 24)
+            multiply<24>(a, p, ring, x, w, full, empty, staging);
+          else
+            multiply<32>(a, p, ring, x, w, full, empty, staging);
+        } else if constexpr (TOKENS == 64) {
+          if (p.rows <= 16)
+            multiply<16>(a, p, ring, x, w, full, empty, staging);
+          else if (p.rows <= 32)
+            multiply<32>(a, p, ring, x, w, full, empty, staging);
+          else if (p.rows <= 48)
+            multiply<48>(a, p, ring, x, w, full, empty, staging);
+          else
+            multiply<64>(a, p, ring, x, w, full, empty, staging);
+        } else {
+          multiply<TOKENS>(a, p, ring, x, w, full, empty, staging);
+        }
+      }
+    }
+  }
+};
+
+template <class K>
+__global__ void __launch_bounds__(K::THREADS, 1) run_kernel(const __grid_constant__ Args a) {
+  K::run(a);
+}
+
+template <class K>
+int launch(const Args& a, long long blocks, void* stream) {
+  static bool ready = false;
+  if (!ready) {
+    cudaError_t e =
+        cudaFuncSetAttribute(run_kernel<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::SHARED);
+    if (e != cudaSuccess) return e;
+    ready = true;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(K::THREADS);
+  config.dynamicSmemBytes = K::SHARED;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute[0].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a);
+  return e != cudaSuccess ? e : cudaGetLastError();
+}

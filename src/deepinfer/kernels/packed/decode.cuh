@@ -1,0 +1,46 @@
+// Packed codes to tensor operands, on the host too, for exhaustive tests.
+#pragma once
+
+typedef unsigned u32;
+typedef unsigned long long u64;
+
+// 8 e2m1 values -> 8 e4m3 bytes. word: magnitudes in the low 3 bits of each nibble, the signs of
+// values 0..3 in bits 7, 15, 23, 31 and of 4..7 in bits 3, 11, 19, 27. step: 8 * (binade above the
+// lowest of the row), so that the table of magnitudes 0 .5 1 1.5 2 3 4 6 is shifted by an addition.
+__host__ __device__ inline u32 permute(u32 low, u32 high, u32 selector) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(low, high, selector);
+#else
+  u64 both = (u64(high) << 32) | low;
+  u32 out = 0;
+  for (int i = 0; i < 4; ++i) out |= u32((both >> (8 * ((selector >> (4 * i)) & 7))) & 255) << (8 * i);
+  return out;
+#endif
+}
+
+__host__ __device__ inline void fp4_to_fp8(u32 word, u32 step, u32& first, u32& second) {
+  const u32 low = 0x14100800u + step * 0x01010100u;
+  const u32 high = 0x24201C18u + step * 0x01010101u;
+  const u32 magnitude = word & 0x77777777u;
+  first = permute(low, high, magnitude) | (word & 0x80808080u);
+  second = permute(low, high, magnitude >> 16) | ((word << 4) & 0x80808080u);
+}
+
+// 8 e2m1 values -> 4 pairs of bf16, times 2^-126. word: nibbles 2i and 2i + 1 of its 16-bit halves
+// hold (low exponent bit, mantissa) and (sign, high exponent bit) in their low or high two bits.
+__host__ __device__ inline void fp4_to_pairs(u32 word, u32 out[4]) {
+  const u32 low = 0xC0804000u, high = 0x81800100u;
+  const u32 first = (word & 0x33333333u) | 0x40404040u;
+  const u32 second = ((word >> 2) & 0x33333333u) | 0x40404040u;
+  out[0] = permute(low, high, first);
+  out[1] = permute(low, high, first >> 16);
+  out[2] = permute(low, high, second);
+  out[3] = permute(low, high, second >> 16);
+}
+
+// 4 e4m3 bytes -> 2 pairs of bf16, times 2^-120: bytes 0, 2 the first pair, 1, 3 the second.
+__host__ __device__ inline void fp8_to_pairs(u32 word, u32& first, u32& second) {
+  const u32 low = word << 8;
+  first = (low & 0x80008000u) | ((low >> 4) & 0x07F007F0u);
+  second = (word & 0x80008000u) | ((word >> 4) & 0x07F007F0u);
+}
