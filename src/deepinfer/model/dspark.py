@@ -21,6 +21,7 @@ from deepinfer.model.fast.attention import (
     project,
     project_entries,
     project_output,
+    shared_window,
     store_window,
 )
 from deepinfer.model.fast.block import run_block, start_streams
@@ -72,7 +73,7 @@ class DraftModel:
         for i, block in enumerate(self.blocks):
             kv = project_entries(step, block.attention, main, step.rotation[False])
             cache = step.caches.windows[config.num_hidden_layers + i]
-            store_window(step, cache, kv)
+            store_window(step, cache, shared_window(step, kv))
 
     def propose(
         self,

@@ -1,4 +1,4 @@
-"""Which rank computes which rows of a prefill step, and what ranks have to hand to each other (pure).
+"""Which rank computes which rows of a prefill step, and what ranks hand to each other (pure).
 
 A sequence's new rows are cut into twice as many pieces as there are ranks; rank r takes piece r and
 piece 2C-1-r, so that early and late positions, cheap and dear ones, come together on every rank.

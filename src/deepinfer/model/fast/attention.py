@@ -14,7 +14,14 @@ from deepinfer.model.fast.indexer import gather_selected, select
 from deepinfer.model.fast.step import Pass, Rotation, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights
 
-__all__ = ["attention", "project", "project_entries", "project_output", "store_window"]
+__all__ = [
+    "attention",
+    "project",
+    "project_entries",
+    "project_output",
+    "shared_window",
+    "store_window",
+]
 
 
 def project(
@@ -85,11 +92,20 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
 
 
 def store_window(step: Step, cache: PagedCache, kv: Tensor) -> None:
-    """Put the rows' entries kv [T, D] into the rings of their slots, and of checkpoints."""
+    """Put the rows' entries kv [T, D] into the rings of their slots, and of checkpoints.
+
+    Where ranks share the step, rows are those of `shared_window`.
+    """
     step.ops.cache_store(cache, kv, step.inputs.window_store)
     if step.inputs.window_save is not None:
         rows, entries = step.inputs.window_save
         step.ops.cache_store(cache, kv[rows], entries)
+
+
+def shared_window(step: Step, kv: Tensor) -> Tensor:
+    """Return the entries of the rows that this rank reads or keeps, given those of its own rows."""
+    context = step.inputs.context
+    return kv if context is None else context.window(kv)
 
 
 def read_window(step: Step, cache: PagedCache, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,13 +123,15 @@ def read_window(step: Step, cache: PagedCache, kv: Tensor) -> tuple[Tensor, Tens
         slots = inputs.window_slots
         return ops.cache_load(cache, slots.flatten()).view(*slots.shape, cache.dim), slots
     history = ops.cache_load(cache, inputs.window_load)
+    kv = shared_window(step, kv)
+    first = inputs.cu_rows if inputs.context is None else inputs.context.window_cu
     store_window(step, cache, kv)
     new = step.act_quantized(kv, "act8").float()
     window = step.config.sliding_window
     pieces: list[Tensor] = []
     for b in range(inputs.num_sequences):
         pieces.append(history[b * window : (b + 1) * window])
-        pieces.append(new[inputs.cu_rows[b] : inputs.cu_rows[b + 1]])
+        pieces.append(new[first[b] : first[b + 1]])
     return torch.cat(pieces), inputs.window_slots
 
 

@@ -19,16 +19,21 @@ def compress_step(step: Step, layer: LayerConfig, weights: CompressorWeights, x:
     token's projections then come from the tail ring, which keeps them in fp32.
     """
     ops, config, inputs, caches = step.ops, step.config, step.inputs, step.caches
-    ratio = inputs.ratios[layer.ratio]
+    ratio, context = inputs.ratios[layer.ratio], inputs.context
+    shared = None if context is None else context.entries.get(layer.ratio)
     if weights.wgate is None:
         pooled = ops.dense_linear(x, weights.wkv, x.dtype)
         if ratio.emit_rows.shape[0] != x.shape[0]:
             pooled = pooled[ratio.emit_rows]
     else:
         pooled = _pool(step, layer, weights, x).to(x.dtype)
-    if not pooled.shape[0]:
+    if not ratio.emit_entries.shape[0]:
         return
-    latent = ops.rms_norm(pooled, weights.norm, config.rms_norm_eps)
+    latent = pooled
+    if pooled.shape[0]:
+        latent = ops.rms_norm(pooled, weights.norm, config.rms_norm_eps)
+    if shared is not None:
+        latent = shared(latent)
     cos, sin = step.emit_rotation[layer.ratio]
     key = ops.dense_linear(latent, weights.index_wk, x.dtype)
     key = ops.rms_norm(key, weights.index_k_norm, config.rms_norm_eps)
@@ -45,12 +50,17 @@ def _pool(step: Step, layer: LayerConfig, weights: CompressorWeights, x: Tensor)
     value = ops.dense_linear(x, weights.wkv, torch.float32)
     gate = ops.dense_linear(x, weights.wgate, torch.float32)
     new = torch.stack([gate, value], dim=1)  # [T, 2, D]
+    context = inputs.context
+    if context is not None and context.projections is not None:
+        new = context.projections(new)
     ring = step.caches.tails[layer.layer_id]
     length = ring.shape[1]
     load = inputs.tail.load.clamp(min=0)
     history = torch.cat([ring[load // length, load % length], new])
     pairs = history[inputs.tail.rows[inputs.ratios[2].emit_rows].flip(1)]  # [n, 2 tokens, 2, D]
     target = inputs.tail.store
-    ring[target // length, target % length] = new[inputs.tail.store_rows]
+    tails = None if context is None else context.tails
+    kept = new[inputs.tail.store_rows] if tails is None else tails(new)
+    ring[target // length, target % length] = kept
     flat = pairs.flatten(0, 1)
     return ops.compress(flat[:, 1].contiguous(), flat[:, 0].contiguous(), 2)

@@ -32,7 +32,7 @@ class EngramHash:
         inputs, ring = step.inputs, step.caches.engram_tail
         assert inputs.engram is not None and ring is not None
         history, length = inputs.engram, ring.shape[1]
-        new = self._map[inputs.token_ids]
+        new = self._map[inputs.token_ids if inputs.context is None else inputs.context.token_ids]
         load = history.load.clamp(min=0)
         before = ring[load // length, load % length].to(torch.int64)
         before = before.masked_fill(history.load < 0, self._pad)

@@ -98,7 +98,8 @@ def _score_groups(step: Step, ratio: RatioInputs) -> Iterator[tuple[slice, Tenso
         yield slice(0, inputs.num_rows), table if one_each else table[inputs.row_seq]
         return
     for b, entries in enumerate(ratio.entries):
-        yield slice(inputs.cu_rows[b], inputs.cu_rows[b + 1]), entries
+        if inputs.cu_rows[b + 1] > inputs.cu_rows[b]:  # a rank may have no rows of a sequence
+            yield slice(inputs.cu_rows[b], inputs.cu_rows[b + 1]), entries
 
 
 def _keep(step: Step, layer: LayerConfig, topk: Tensor) -> None:

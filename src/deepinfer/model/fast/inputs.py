@@ -22,6 +22,7 @@ from torch import Tensor
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.errors import ShapeError
 from deepinfer.kernels.rows import ROW_BLOCK
+from deepinfer.model.fast.gather import ContextRows
 
 __all__ = [
     "DecodeRows",
@@ -151,6 +152,8 @@ class ModelInputs:
     tail          look-back of the ratio-2 compressors, None without them
     engram        look-back of Engram, None without it
     replay        what the decoder half runs instead, None = the same
+    context       what comes from ranks that share the step, None when there are none; then rows are
+                  this rank's, and what is stored may be more
     """
 
     decode: bool
@@ -169,6 +172,7 @@ class ModelInputs:
     tail: History | None
     engram: History | None
     replay: Replay | None = None
+    context: ContextRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

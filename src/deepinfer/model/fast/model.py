@@ -168,8 +168,9 @@ class FastModel:
                     self.idle(layer.layer_id)
                     return self._no_logits(stream)
                 step, stream, pre = entered
-                if inputs.replay.rows is not None and inputs.replay.places is not None:
+                if inputs.replay.rows is not None:
                     taps = [tap[inputs.replay.rows] for tap in taps]
+                if inputs.replay.places is not None:
                     logits_rows = inputs.replay.places[logits_rows]
             if layer.engram_idx is not None and block.engram is not None:
                 stream = add_engram(step, block.engram, stream, rows[layer.engram_idx])
@@ -200,7 +201,13 @@ class FastModel:
                 trace[name] = values[0] if name in _PER_SEQUENCE else torch.stack(values)
         if not logits_rows.shape[0]:
             return self._no_logits(stream)
-        hidden = ops.hyper_collapse(stream[logits_rows], pre[logits_rows])
+        context = step.inputs.context
+        if context is None:
+            hidden = ops.hyper_collapse(stream[logits_rows], pre[logits_rows])
+        else:
+            hidden = context.logits(ops.hyper_collapse(stream, pre))
+            if not context.draws:
+                return self._no_logits(stream)
         hidden = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
         return ops.dense_linear(hidden, self.head, torch.float32)
 
