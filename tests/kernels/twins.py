@@ -297,6 +297,25 @@ def cache_load(cache: Any, idx: Tensor) -> Tensor:
     return out
 
 
+def paged_attention(
+    q: Tensor,
+    window: Any,
+    window_idx: Tensor,
+    main: Any,
+    main_idx: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    round_weights: bool,
+) -> Tensor:
+    loaded = [
+        None if idx is None else cache_load(cache, idx.flatten()).view(*idx.shape, cache.dim)
+        for cache, idx in ((window, window_idx), (main, main_idx))
+    ]
+    return sparse_attention(
+        q, loaded[0], window_idx, loaded[1], main_idx, sink, scale, round_weights
+    )
+
+
 def engram_hash(ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor) -> Tensor:
     rows = []
     for ids in ngrams.tolist():
@@ -330,6 +349,6 @@ TWINS: dict[str, Callable[..., Any]] = {
         rms_norm, cos_sin, rotate_tail, round_trip, fp8_linear, dense_linear, grouped_linear,
         expert_linear, swiglu, route, hyper_mix, hyper_collapse, hyper_expand, compress,
         index_score, paged_index_score, select_topk, select_blocks, block_mask, sparse_attention,
-        cache_load, engram_hash, engram_lookup, engram_gate,
+        paged_attention, cache_load, engram_hash, engram_lookup, engram_gate,
     )
 }  # fmt: skip

@@ -22,6 +22,7 @@ from deepinfer.kernels import (
     hyper,
     index_score,
     linear,
+    paged_attention,
     paged_index,
     quantize,
     rms_norm,
@@ -58,6 +59,7 @@ _PUBLIC: Final[Mapping[str, Callable[..., object]]] = {
     "select_blocks": topk.select_blocks,
     "block_mask": topk.block_mask,
     "sparse_attention": attention.sparse_attention,
+    "paged_attention": paged_attention.paged_attention,
     "cache_store": cache_io.cache_store,
     "cache_load": cache_io.cache_load,
     "engram_hash": engram.engram_hash,
@@ -94,6 +96,7 @@ class Ops:
     select_blocks: Op
     block_mask: Op
     sparse_attention: Op
+    paged_attention: Op
     cache_store: Callable[..., None]
     cache_load: Op
     engram_hash: Op

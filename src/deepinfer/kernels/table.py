@@ -71,6 +71,7 @@ TABLE: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "select_blocks": _portable("topk", _NUMPY),
     "block_mask": _portable("topk"),
     "sparse_attention": _portable("attention", "decode reads windows in place; sums in numpy"),
+    "paged_attention": _portable("paged_attention"),
     "cache_store": _portable("cache_io", "rounding by table"),
     "cache_load": _portable("cache_io"),
     "engram_hash": _portable("engram"),

@@ -1,0 +1,104 @@
+"""Attention to packed entries in CUDA C++ for Hopper: one kernel, entries decoded on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvcc
+from deepinfer.kernels.paged_attention import triton
+
+if TYPE_CHECKING:
+    from deepinfer.kernels.cache_io import PagedCache
+
+SOURCE: Final = Path(__file__).with_suffix(".cu")
+HEADS: Final = 64
+DIM: Final = 512
+_CODE_BYTES: Final = {"window_fp8": 512, "main_fp4": 256}
+_ENTRY_BYTES: Final = {"window_fp8": 528, "main_fp4": 288}
+
+
+def accepts(
+    q: Tensor, window: PagedCache, main: PagedCache | None, main_idx: Tensor | None, rounded: bool
+) -> bool:
+    """Whether the kernel takes these: 64 heads of 512 in bf16, entries packed side by side."""
+    if q.shape[1:] != (HEADS, DIM) or q.dtype != torch.bfloat16 or not rounded:
+        return False
+    caches = [(window, "window_fp8")]
+    if main is not None and main_idx is not None:
+        caches.append((main, "main_fp4"))
+    return all(_packed(cache, form) for cache, form in caches)
+
+
+def _packed(cache: PagedCache, form: str) -> bool:
+    """Whether entries are 16-byte aligned, their scales right behind their codes."""
+    codes, scales = cache.codes, cache.scales
+    if cache.format != form or scales is None:
+        return False
+    return (
+        codes.stride()[1:] == (_ENTRY_BYTES[form], 1)
+        and scales.stride() == codes.stride()
+        and scales.data_ptr() - codes.data_ptr() == _CODE_BYTES[form]
+        and codes.data_ptr() % 16 == 0
+        and codes.stride(0) % 16 == 0
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    window: PagedCache,
+    window_idx: Tensor,
+    main: PagedCache | None,
+    main_idx: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    round_weights: bool,
+) -> Tensor:
+    """As the reference, but for where weights round; other dims and formats take Triton."""
+    if not accepts(q, window, main, main_idx, round_weights):
+        return triton.paged_attention(
+            q, window, window_idx, main, main_idx, sink, scale, round_weights
+        )
+    return attend(q, window, window_idx, main, main_idx, sink, scale, 1)
+
+
+def attend(
+    q: Tensor,
+    window: PagedCache,
+    window_idx: Tensor,
+    main: PagedCache | None,
+    main_idx: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    shares: int,
+    source: Path = SOURCE,
+) -> Tensor:
+    """Run the kernel with `shares` blocks of threads a row: 1, 2 or 4; each has its own bits."""
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    other = main if main is not None and main_idx is not None else None
+    nvcc.call(
+        nvcc.load(source),
+        "paged_attention",
+        q.device,
+        q,
+        window.codes,
+        window_idx.contiguous(),
+        other.codes if other is not None else None,
+        main_idx.contiguous() if main_idx is not None else None,
+        sink,
+        out,
+        q.shape[0],
+        window_idx.shape[1],
+        main_idx.shape[1] if main_idx is not None else 0,
+        window.codes.shape[1],
+        window.codes.stride(0),
+        other.codes.shape[1] if other is not None else 1,
+        other.codes.stride(0) if other is not None else 0,
+        shares,
+        scale,
+    )
+    return out

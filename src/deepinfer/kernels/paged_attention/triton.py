@@ -1,0 +1,31 @@
+"""Attention to packed entries in Triton: one kernel loads, another attends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from deepinfer.kernels.attention.triton import sparse_attention
+from deepinfer.kernels.cache_io.triton import cache_load
+
+if TYPE_CHECKING:
+    from deepinfer.kernels.cache_io import PagedCache
+
+
+def paged_attention(
+    q: Tensor,
+    window: PagedCache,
+    window_idx: Tensor,
+    main: PagedCache | None,
+    main_idx: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    round_weights: bool,
+) -> Tensor:
+    """Bring every row's entries together, [T, slots, D]."""
+    window_kv = cache_load(window, window_idx.flatten()).view(*window_idx.shape, window.dim)
+    main_kv = None
+    if main is not None and main_idx is not None:
+        main_kv = cache_load(main, main_idx.flatten()).view(*main_idx.shape, main.dim)
+    return sparse_attention(q, window_kv, window_idx, main_kv, main_idx, sink, scale, round_weights)

@@ -1,0 +1,57 @@
+// The attention kernel for Hopper on a CPU: a library with the launcher's name and arguments.
+#include "../../src/deepinfer/kernels/paged_attention/sm90.cu"
+
+namespace {
+
+template <int SHARES>
+void run(const CUtensorMap& map, const Params& p, int grid) {
+  for (int first = 0; first < grid; first += SHARES) {
+    host::peers.clear();
+    for (int rank = 0; rank < SHARES; ++rank) {
+      host::barriers.clear();
+      host::consumers = {};
+      host::launch(1, THREADS, SMEM, [&] {
+        host::block_id.x = first + rank;
+        host::grid_size.x = grid;
+        walk<SHARES>(&map, p, 0);
+      });
+      host::peers.emplace_back(host::shared_memory(), host::shared_memory() + SMEM);
+    }
+    for (int rank = 0; SHARES > 1 && rank < SHARES; ++rank)
+      host::launch(1, THREADS, SMEM, [&] { combine<SHARES>(p, 0, rank, first / SHARES); });
+  }
+}
+
+}  // namespace
+
+extern "C" int paged_attention(void* q, const void* window, const void* window_idx, const void* main,
+                               const void* main_idx, const void* sink, void* out, long long rows,
+                               long long window_slots, long long main_slots,
+                               long long window_entries, long long window_block,
+                               long long main_entries, long long main_block, long long shares,
+                               double scale, long long processors) {
+  const CUtensorMap map{static_cast<const uint16_t*>(q)};
+  const Params p = params(window, window_idx, main, main_idx, sink, out, rows, window_slots,
+                          main_slots, window_entries, window_block, main_entries, main_block, scale);
+  if (shares == 1) run<1>(map, p, rows < processors ? rows : processors);
+  if (shares == 2) run<2>(map, p, 2 * rows);
+  if (shares == 4) run<4>(map, p, 4 * rows);
+  return 0;
+}
+
+// Every code with every scale byte, as bf16 bits: [256 scales][16 codes] and [256 scales][256 codes].
+extern "C" void decoded(uint16_t* main, uint16_t* window) {
+  for (uint32_t scale = 0; scale < 256; ++scale) {
+    for (uint32_t half = 0; half < 2; ++half) {
+      uint32_t out[4];
+      decode_main(half ? 0xFEDCBA98u : 0x76543210u, main_scale(scale), out);
+      std::memcpy(main + scale * 16 + half * 8, out, 16);
+    }
+    for (uint32_t code = 0; code < 256; code += 8) {
+      uint32_t out[4];
+      const uint32_t low = 0x03020100u + code * 0x01010101u;
+      decode_window({low, low + 0x04040404u}, window_scale(scale), out);
+      std::memcpy(window + scale * 256 + code, out, 16);
+    }
+  }
+}

@@ -1,0 +1,164 @@
+// What kernels/paged_attention/sm90.cuh offers, on a CPU: copies and products are done at once.
+#pragma once
+
+#include "cuda_host_wgmma.h"
+
+#include <map>
+
+#define DEVICE inline
+
+struct CUtensorMap {
+  const uint16_t* values;  // rows of 512
+};
+struct uint2 {
+  uint32_t x, y;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace host {
+
+struct Barrier {
+  int count = 0, left = 0;
+  long bytes = 0;
+  uint32_t phase = 0;
+  void settle() {
+    if (left || bytes) return;
+    left = count;
+    ++phase;
+    ++progress;
+  }
+};
+inline std::map<uint32_t, Barrier> barriers;
+inline Gate consumers;
+inline std::vector<std::vector<unsigned char>> peers;  // shared memory of a cluster's blocks
+
+inline Barrier& barrier(uint32_t at) {
+  const auto found = barriers.find(at);
+  if (found == barriers.end()) std::abort();
+  return found->second;
+}
+inline unsigned char* at(uint32_t address) { return shared_memory() + address; }
+inline float bf16(const void* p) {
+  uint16_t v;
+  std::memcpy(&v, p, 2);
+  return __uint_as_float(static_cast<uint32_t>(v) << 16);
+}
+// Byte of a tile that a descriptor names: element k of row n, rows contiguous in k or in n.
+inline const unsigned char* element(uint64_t d, int n, int k, bool along_n) {
+  const uint32_t start = (d & 0x3FFF) << 4, lead = (d >> 16 & 0x3FFF) << 4;
+  const uint32_t stride = (d >> 32 & 0x3FFF) << 4;
+  if (d >> 62 != 1) std::abort();
+  uint32_t a = along_n ? start + n / 64 * lead + n % 64 * 2 + k / 8 * stride + k % 8 * 128
+                       : start + n / 8 * stride + n % 8 * 128 + k * 2;
+  return at(a ^ ((a >> 7 & 7) << 4));
+}
+template <int N>
+void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int add, bool along_n) {
+  const int l = current % 128;
+  for (int half = 0; half < 2; ++half) {
+    const int row = l / 32 * 16 + l % 32 / 4 + 8 * half;
+    float x[16];
+    for (int k = 0; k < 16; ++k) x[k] = bf16(element(a, row, k, false));
+    for (int i = 0; i < N / 4; ++i) {
+      const int n = i / 2 * 8 + l % 4 * 2 + i % 2, place = i / 2 * 4 + 2 * half + i % 2;
+      float sum = add ? d[place] : 0.0f;
+      for (int k = 0; k < 16; ++k) sum += x[k] * bf16(element(b, n, k, along_n));
+      d[place] = sum;
+    }
+  }
+}
+
+}  // namespace host
+
+inline void init_barrier(uint32_t bar, int count) {
+  host::barriers[bar] = host::Barrier{count, count, 0, 0};
+}
+inline void arrive(uint32_t bar) {
+  auto& b = host::barrier(bar);
+  if (b.left <= 0) std::abort();
+  --b.left;
+  b.settle();
+}
+inline void arrive_expect(uint32_t bar, int bytes) {
+  auto& b = host::barrier(bar);
+  b.bytes += bytes;
+  arrive(bar);
+}
+inline bool passed(uint32_t bar, uint32_t parity) { return (host::barrier(bar).phase & 1) != parity; }
+inline void wait(uint32_t bar, uint32_t parity) {
+  while (!passed(bar, parity)) host::leave();
+}
+inline void copied(uint32_t bar, int bytes) {
+  auto& b = host::barrier(bar);
+  b.bytes -= bytes;
+  b.settle();
+}
+inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t bar) {
+  if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) std::abort();
+  std::memcpy(host::at(to), from, bytes);
+  copied(bar, bytes);
+}
+inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, uint32_t bar) {
+  for (int r = 0; r < 64; ++r)
+    for (int piece = 0; piece < 8; ++piece)
+      std::memcpy(host::at(to + r * 128 + ((piece ^ r % 8) << 4)),
+                  map->values + static_cast<long>(row + r) * 512 + column + piece * 8, 16);
+  copied(bar, 64 * 128);
+}
+inline void fence_async() {}
+inline void barriers_made() {}
+inline uint32_t load32(uint32_t at) {
+  uint32_t x;
+  std::memcpy(&x, host::at(at), 4);
+  return x;
+}
+inline uint2 load64(uint32_t at) { return {load32(at), load32(at + 4)}; }
+inline uint32_t load8(uint32_t at) { return *host::at(at); }
+inline float loadf(uint32_t at) { return __uint_as_float(load32(at)); }
+inline void store32(uint32_t at, uint32_t x) { std::memcpy(host::at(at), &x, 4); }
+inline void storef(uint32_t at, float x) { store32(at, __float_as_uint(x)); }
+inline void storef2(uint32_t at, float x, float y) { storef(at, x), storef(at + 4, y); }
+inline void store128(uint32_t at, const uint32_t (&x)[4]) { std::memcpy(host::at(at), x, 16); }
+inline uint32_t product(uint32_t a, uint32_t b) {
+  uint32_t r = 0;
+  for (int i = 0; i < 32; i += 16) {
+    const float x = __uint_as_float(a >> i << 16), y = __uint_as_float(b >> i << 16);
+    r |= static_cast<uint32_t>(bf16_bits(x * y)) << i;
+  }
+  return r;
+}
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline uint32_t pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t s) { return pick(a, b, s); }
+template <typename T>
+T __ldg(const T* p) {
+  return *p;
+}
+inline bool __all_sync(uint32_t, bool yes) { return __ballot_sync(0, yes) == ~0u; }
+inline void products_begin() {}
+inline void products_commit() {}
+template <int LEFT>
+void products_wait() {}
+template <int N>
+void hold(float (&)[N]) {}
+inline void score_product(float (&s)[32], uint64_t a, uint64_t b, int add) {
+  host::multiply<64>(s, a, b, add, false);
+}
+inline void value_product(float (&o)[128], uint64_t a, uint64_t b) {
+  host::multiply<256>(o, a, b, 1, true);
+}
+inline void consumers_sync() { host::wait(host::consumers, 256); }
+template <int N>
+void registers_down() {}
+template <int N>
+void registers_up() {}
+inline uint32_t peer(uint32_t at, int rank) { return at + (static_cast<uint32_t>(rank) << 24); }
+inline float peer_float(uint32_t at) {
+  float x;
+  std::memcpy(&x, host::peers[at >> 24].data() + (at & 0xFFFFFF), 4);
+  return x;
+}
+inline float4 peer_float4(uint32_t at) {
+  return {peer_float(at), peer_float(at + 4), peer_float(at + 8), peer_float(at + 12)};
+}

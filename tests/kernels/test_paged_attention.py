@@ -1,0 +1,190 @@
+"""The attention kernel for Hopper without a card: run on a CPU by fibers, and compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.twins import E2M1, E4M3_BYTES
+from torch import Tensor
+
+from deepinfer.kernels import nvcc
+from deepinfer.kernels.cache_io import PagedCache
+from deepinfer.kernels.cache_io.cases import empty_cache
+from deepinfer.kernels.paged_attention import paged_attention, sm90
+
+HERE = Path(__file__).parent
+FACTOR = 2.0**-8  # of every decoded value
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    target = tmp_path_factory.mktemp("paged") / "paged_host.so"
+    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-I{HERE}", "-o", str(target)]
+    done = subprocess.run(
+        [compiler, *flags, str(HERE / "paged_host.cpp")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    return ctypes.CDLL(str(target))
+
+
+def test_every_code_and_scale_decodes_exactly(library: ctypes.CDLL) -> None:
+    main, window = np.zeros((256, 16), np.uint16), np.zeros((256, 256), np.uint16)
+    library.decoded(main.ctypes.data_as(ctypes.c_void_p), window.ctypes.data_as(ctypes.c_void_p))
+
+    def values(bits: np.ndarray) -> Tensor:
+        return torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32)).double()
+
+    codes = torch.tensor(E2M1 + [-v for v in E2M1], dtype=torch.float64)
+    scales = E4M3_BYTES[:127, None]
+    assert torch.equal(values(main)[:127], codes * scales * FACTOR)
+    codes = E4M3_BYTES.nan_to_num(0.0)
+    powers = torch.exp2(torch.arange(255, dtype=torch.float64) - 127)[:, None]
+    found, exact = values(window)[:255].clone(), codes * powers * FACTOR
+    found[:, [127, 255]] = 0.0  # codes that are no number
+    assert torch.equal(found[20:], exact[20:])
+    assert (found - exact).abs().max() < 2.0**-125  # of scales that no record holds
+
+
+def filled(form: str, blocks: int, entries: int, scales: range, seed: int) -> PagedCache:
+    """Random codes and scales; every block is followed by bytes that no entry owns."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = empty_cache(form, blocks, entries, 512, dense=False, split=False)  # type: ignore[arg-type]
+    drawn = torch.randint(0, 256, cache.codes.shape, generator=generator, dtype=torch.uint8)
+    if form == "window_fp8":
+        drawn[(drawn & 127) == 127] = 0
+    cache.codes.copy_(drawn)
+    assert cache.scales is not None
+    drawn = torch.randint(scales.start, scales.stop, cache.scales.shape, generator=generator)
+    cache.scales.copy_(drawn.to(torch.uint8))
+    cache.codes[-1, -1] = 0xFF  # an entry without a number, which no test names
+    cache.scales[-1, -1] = 0xFF
+    return cache
+
+
+def launch(
+    library: ctypes.CDLL,
+    q: Tensor,
+    window: PagedCache,
+    window_idx: Tensor,
+    main: PagedCache | None,
+    main_idx: Tensor | None,
+    sink: Tensor,
+    shares: int,
+    processors: int = 2,
+) -> Tensor:
+    out = torch.full_like(q, math.nan)
+    integer, other = ctypes.c_longlong, main if main is not None else window
+    library.paged_attention(
+        *(nvcc.pointer(t) for t in (q, window.codes, window_idx, other.codes, main_idx, sink, out)),
+        integer(q.shape[0]),
+        integer(window_idx.shape[1]),
+        integer(0 if main_idx is None else main_idx.shape[1]),
+        integer(window.codes.shape[1]),
+        integer(window.codes.stride(0)),
+        integer(other.codes.shape[1]),
+        integer(other.codes.stride(0)),
+        integer(shares),
+        ctypes.c_double(512**-0.5),
+        integer(processors),
+    )
+    return out
+
+
+def inputs(
+    num_rows: int, window: int, selected: int, absent: float, spread: float, seed: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q = (torch.randn(num_rows, 64, 512, generator=generator) * spread).bfloat16()
+    sink = torch.randn(64, generator=generator)
+    lists = []
+    for slots, total in ((window, 4 * 30 - 1), (selected, 9 * 64 - 1)):
+        idx = torch.randint(0, total, (num_rows, slots), generator=generator)
+        lists.append(idx.masked_fill(torch.rand(num_rows, slots, generator=generator) < absent, -1))
+    return q, lists[0], lists[1] if selected else None, sink
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "window", "selected", "shares", "absent", "spread"),
+    [
+        (5, 128, 512, 1, 0.1, 1.0),
+        (3, 48, 24, 1, 0.5, 8.0),
+        (3, 40, 0, 1, 0.3, 1.0),
+        (2, 128, 512, 4, 0.0, 1.0),
+        (2, 128, 200, 2, 0.9, 8.0),
+        (2, 40, 0, 4, 0.3, 1.0),
+    ],
+)
+def test_the_kernel_computes_attention(
+    library: ctypes.CDLL,
+    num_rows: int,
+    window: int,
+    selected: int,
+    shares: int,
+    absent: float,
+    spread: float,
+    seed: int,
+) -> None:
+    rings = filled("window_fp8", 4, 30, range(110, 118), seed)
+    main = filled("main_fp4", 9, 64, range(0x38), seed + 1) if selected else None
+    q, window_idx, main_idx, sink = inputs(num_rows, window, selected, absent, spread, seed)
+    window_idx[0] = -1
+    if main_idx is not None:
+        main_idx[-1] = -1
+        main_idx[0] = -1 if num_rows > 2 else main_idx[0]
+    got = launch(library, q, rings, window_idx, main, main_idx, sink, shares).double()
+    want = paged_attention(
+        q.float(), rings, window_idx, main, main_idx, sink, 512**-0.5, False
+    ).double()
+    error = (got - want).flatten(1).norm(dim=1)
+    assert (error <= 4e-3 * want.flatten(1).norm(dim=1)).all()
+    if num_rows > 2:
+        assert not got[0].any()
+    alone = launch(
+        library,
+        q[1:2].contiguous(),
+        rings,
+        window_idx[1:2].contiguous(),
+        main,
+        None if main_idx is None else main_idx[1:2].contiguous(),
+        sink,
+        shares,
+    ).double()
+    assert torch.equal(alone[0], got[1])
+
+
+def test_accepts_the_release_and_nothing_else() -> None:
+    rings = empty_cache("window_fp8", 2, 30, 512, dense=False, split=False)
+    main = empty_cache("main_fp4", 2, 64, 512, dense=False, split=False)
+    q, idx = torch.zeros(2, 64, 512, dtype=torch.bfloat16), torch.zeros(2, 8, dtype=torch.int64)
+    assert sm90.accepts(q, rings, main, idx, True)
+    assert sm90.accepts(q, rings, None, None, True)
+    assert not sm90.accepts(q.float(), rings, main, idx, True)
+    assert not sm90.accepts(q, rings, main, idx, False)
+    assert not sm90.accepts(q[:, :32], rings, main, idx, True)
+    split = empty_cache("main_fp4", 2, 64, 512, dense=False, split=True)
+    assert not sm90.accepts(q, rings, split, idx, True)
+    assert not sm90.accepts(
+        q, empty_cache("fp32", 2, 30, 512, dense=False, split=False), None, None, True
+    )
+
+
+@pytest.mark.skipif(not nvcc.available(), reason="nvcc is not installed")
+def test_the_kernel_compiles_without_spills(tmp_path: Path) -> None:
+    command = nvcc.command(sm90.SOURCE, tmp_path / "sm90.cubin", "-cubin", "-Xptxas", "-v")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr[-3000:]
+    assert done.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == 3
+    assert "wgmma" not in done.stderr  # no complaint that products wait for each other
