@@ -27,6 +27,9 @@ struct Args {
   const int* offsets;           // [E + 1] first row of each expert
   unsigned short* out;          // [R, N] bf16
   int experts, outputs, inputs, x_row_bytes;
+  // Dense products: every "expert" (a group of the matrix's rows) takes the same `rows` rows, its
+  // part of x begins x_part_bytes after the last one's, its part of a result row `outputs` after it.
+  int rows, x_part_bytes, out_row;
 };
 
 __device__ inline u32 times(u32 a, u32 b) {
@@ -108,16 +111,23 @@ __device__ inline void keep_in_place(float (&v)[N]) {
 
 // GROUPS consumer warpgroups of TILES 64-row tiles (256 rows in all), at most TOKENS tokens a tile,
 // STAGES stages of BLOCKS 64-wide K blocks. PROMOTE: e4m3 partial sums of 128 inputs leave the tensor
-// unit, whose accumulator keeps fewer bits than fp32.
-template <int FORMAT, int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, bool PROMOTE>
+// unit, whose accumulator keeps fewer bits than fp32. DENSE: `rows` instead of offsets; the blocks of
+// a cluster share K and add up in the order of their ranks; PER_SM of them fit a multiprocessor.
+template <int FORMAT, int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, bool PROMOTE,
+          bool DENSE = false, int PER_SM = 1>
 struct Kernel {
-  static_assert(GROUPS * TILES == 4, "a block computes 256 rows of weights");
+  static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
+  static constexpr int HEIGHT = 64 * PARTS;
+  static constexpr int RESIDENT = PER_SM;
+  static_assert(PARTS == 4 || PARTS == 2, "half or all of a packed run of 256 rows");
+  static_assert(!DENSE || FORMAT != FP4_AS_FP8, "dense tokens have no scale");
   static constexpr bool FP8 = FORMAT == FP4_AS_FP8;
   static constexpr int ATOMS = FP8 ? BLOCKS / 2 : BLOCKS;  // 128-byte columns of tokens in a stage
   static constexpr int UNITS = ATOMS * TILES;              // steps of 4 instructions in a stage
   static constexpr int BLOCK = block_bytes(FORMAT);
   static constexpr int CODES = FORMAT == FP8_AS_BF16 ? 4096 : 2048;
-  static constexpr int WEIGHT_BYTES = BLOCKS * 4 * BLOCK;
+  static constexpr int COPY = PARTS * BLOCK;
+  static constexpr int WEIGHT_BYTES = BLOCKS * COPY;
   static constexpr int TOKEN_BYTES = ATOMS * TOKENS * 128;
   static constexpr int MAX_EXPERTS = 512;
   static constexpr int THREADS = 128 * (GROUPS + 1);
@@ -125,15 +135,39 @@ struct Kernel {
   static constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;
   static constexpr int SHARED = STAGES * (WEIGHT_BYTES + TOKEN_BYTES) + GROUPS * CHUNK * 128 +
                                 16 * STAGES + 4 * (MAX_EXPERTS + 1) + 1024 + 64;
-  static constexpr int CONSUMER_REGS = GROUPS == 4 ? 112 : 232;
-  static constexpr int PRODUCER_REGS = GROUPS == 4 ? 32 : 40;
+  static constexpr int PITCH = HEIGHT + 4;  // floats of a token's partial sums: no bank conflicts
+  static_assert(!DENSE || TOKENS * PITCH * 4 <= STAGES * (WEIGHT_BYTES + TOKEN_BYTES), "partial sums");
+  static constexpr int CONSUMER_REGS = PER_SM == 2 ? 96 : GROUPS == 4 ? 112 : 232;
+  static constexpr int PRODUCER_REGS = PER_SM == 2 ? 40 : GROUPS == 4 ? 32 : 40;
 
   struct Place {  // of a tile: expert, first output, first row, number of rows
     int expert, output, row, rows;
   };
 
+  static __device__ int cluster_size() {
+    int n;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+    return DENSE ? n : 1;
+  }
+  static __device__ int cluster_rank() {
+    int n;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n));
+    return DENSE ? n : 0;
+  }
+
+  static __device__ Place dense_place(const Args& a, int tile) {
+    const int high = a.outputs / HEIGHT, wide = (a.rows + TOKENS - 1) / TOKENS;
+    const int part = tile % wide, share = ((a.rows + wide - 1) / wide + 7) & ~7;
+    Place p;
+    p.expert = tile / wide / high;
+    p.output = tile / wide % high * HEIGHT;
+    p.row = part * share;
+    p.rows = max(0, min(share, a.rows - part * share));
+    return p;
+  }
+
   static __device__ Place locate(const Args& a, const int* first, int tile) {
-    const int blocks = a.outputs / 256, lane = threadIdx.x & 31;
+    const int blocks = a.outputs / HEIGHT, lane = threadIdx.x & 31;
     int expert = 0;
     for (int base = 0; base < a.experts; base += 32) {
       const int e = base + lane;
@@ -145,7 +179,7 @@ struct Kernel {
     const int part = rest % tiles, share = ((count + tiles - 1) / tiles + 7) & ~7;
     Place p;
     p.expert = expert;
-    p.output = rest / tiles * 256;
+    p.output = rest / tiles * HEIGHT;
     p.row = begin + part * share;
     p.rows = max(0, min(share, count - part * share));
     return p;
@@ -159,30 +193,59 @@ struct Kernel {
     }
   };
 
+  // K blocks [begin, end) of this block's share.
+  static __device__ int share_of(const Args& a, int rank) {
+    return a.inputs / (64 * BLOCKS) * rank / cluster_size();
+  }
+
+  static __device__ const unsigned char* weights_of(const Args& a, const Place& p) {
+    const int run = p.output / 256, inside = p.output % 256 / 64;
+    const size_t blocks = (size_t(p.expert) * (a.outputs / 256) + run) * (a.inputs / 64) * 4 + inside;
+    return a.weight + blocks * BLOCK;
+  }
+
+  static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy) {
+    barrier_expect(bar, WEIGHT_BYTES);
+    if constexpr (PARTS == 4) {
+      bulk_copy(target, w + size_t(step) * WEIGHT_BYTES, WEIGHT_BYTES, bar, policy);
+    } else {
+#pragma unroll
+      for (int i = 0; i < BLOCKS; ++i)
+        bulk_copy(target + i * COPY, w + size_t(step * BLOCKS + i) * (4 * BLOCK), COPY, bar, policy);
+    }
+  }
+
   static __device__ void produce(const Args& a, const int* first, int total, u32 tokens, u32 weights,
                                  u32 full, u32 empty) {
-    const int t = threadIdx.x & 127, steps = a.inputs / (64 * BLOCKS);
+    const int t = threadIdx.x & 127, piece = t & 7, size = cluster_size();
+    const int begin = share_of(a, cluster_rank()), end = share_of(a, cluster_rank() + 1);
     const u64 policy = read_once();
+    const int start = blockIdx.x / size, stride = gridDim.x / size;
+    int ahead = 0;  // stages whose weights were asked for before the kernel before this one ended
+    if constexpr (DENSE) {
+      ahead = start < total ? min(STAGES, end - begin) : 0;
+      if (t == 0 && ahead) {
+        const unsigned char* w = weights_of(a, dense_place(a, start));
+        for (int i = 0; i < ahead; ++i)
+          fetch(w, begin + i, weights + i * WEIGHT_BYTES, full + 8 * i, policy);
+      }
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+    }
     Ring ring;
-    for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
-      const Place p = locate(a, first, tile);
-      const unsigned char* w = a.weight + (size_t(p.expert) * a.outputs + p.output) / 64 *
-                                              (a.inputs / 64) * size_t(BLOCK);
-      const int piece = t & 7;
-      for (int step = 0; step < steps; ++step) {
+    for (int tile = start; tile < total; tile += stride) {
+      const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
+      const unsigned char* w = weights_of(a, p);
+      const unsigned char* x = a.x + (DENSE ? size_t(p.expert) * a.x_part_bytes : 0);
+      for (int step = begin; step < end; ++step) {
         barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
         const u32 bar = full + 8 * ring.stage;
-        if (t == 0) {
-          barrier_expect(bar, WEIGHT_BYTES);
-          bulk_copy(weights + ring.stage * WEIGHT_BYTES, w + size_t(step) * WEIGHT_BYTES,
-                    WEIGHT_BYTES, bar, policy);
-        }
+        if (--ahead < 0 && t == 0) fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy);
         const u32 to = tokens + ring.stage * TOKEN_BYTES;
         for (int row = t >> 3; row < p.rows; row += 16) {
           const int r = p.row + row;
           const int source = a.source ? __ldg(a.source + r) : r;
           const unsigned char* from =
-              a.x + size_t(source) * a.x_row_bytes + step * (ATOMS * 128) + piece * 16;
+              x + size_t(source) * a.x_row_bytes + step * (ATOMS * 128) + piece * 16;
           const u32 at = to + row * 128 + ((piece ^ (row & 7)) << 4);
 #pragma unroll
           for (int atom = 0; atom < ATOMS; ++atom)
@@ -200,7 +263,7 @@ struct Kernel {
     if constexpr (FORMAT == FP4_AS_FP8) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const u32 at = block + half * (4 * BLOCK);
+        const u32 at = block + half * COPY;
         const uint4 q = load16(at + t * 16);
         const u32 s = load4(at + CODES + (warp * 8 + g) * 4);
         u32* to = a + half * 8;
@@ -260,7 +323,7 @@ struct Kernel {
 
   static __device__ u32 block_of(u32 weights, int atom, int tile) {
     const int group = threadIdx.x / 128 - 1;
-    return weights + (FP8 ? 2 * atom : atom) * (4 * BLOCK) + (group * TILES + tile) * BLOCK;
+    return weights + (FP8 ? 2 * atom : atom) * COPY + (group * TILES + tile) * BLOCK;
   }
 
   struct Stage {  // where the stage in use lies
@@ -322,19 +385,69 @@ struct Kernel {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.done[m][i] = 0.f;
     u32 even[16], odd[16];
-    const int steps = a.inputs / (64 * BLOCKS);
+    const int steps = share_of(a, cluster_rank() + 1) - share_of(a, cluster_rank());
     Stage stage = enter(ring, tokens, weights, full, empty);
     decode(block_of(stage.weights, 0, 0), even);
 #pragma unroll 1
-    for (int step = 0; step < steps; step += 2) {
-      unit<N, 0>(sums, even, odd, stage, true, ring, tokens, weights, full, empty);
-      const bool more = step + 2 < steps;
-      if constexpr (UNITS % 2 == 0)
-        unit<N, 0>(sums, even, odd, stage, more, ring, tokens, weights, full, empty);
-      else
-        unit<N, 0>(sums, odd, even, stage, more, ring, tokens, weights, full, empty);
+    for (int left = steps - 1; left >= 0; --left) {
+      unit<N, 0>(sums, even, odd, stage, left > 0, ring, tokens, weights, full, empty);
+      if constexpr (UNITS % 2) {
+        if (--left < 0) break;
+        unit<N, 0>(sums, odd, even, stage, left > 0, ring, tokens, weights, full, empty);
+      }
+    }
+    if constexpr (DENSE) {
+      if (cluster_size() > 1) {
+        share<N>(p, sums, tokens);
+        return;
+      }
     }
     store<N>(a, p, sums, staging);
+  }
+
+  // Partial sums into shared memory, over the ring, which has been read.
+  template <int N>
+  static __device__ void share(const Place& p, Sums<N>& sums, u32 at) {
+    const int group = threadIdx.x / 128 - 1, warp = (threadIdx.x & 127) >> 5, lane = threadIdx.x & 31;
+    asm volatile("bar.sync 8, %0;" ::"n"(128 * GROUPS) : "memory");
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        const int token = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
+        const int row = (group * TILES + m) * 64 + warp * 16 + (lane >> 2) + (i & 2) * 4;
+        if (token < p.rows)
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(at + (token * PITCH + row) * 4),
+                       "f"(sums.done[m][i])
+                       : "memory");
+      }
+  }
+
+  // This block's rows of the cluster's tile: partial sums in the order of the ranks.
+  static __device__ void gather(const Args& a, const Place& p, u32 at) {
+    const int size = cluster_size(), rank = cluster_rank();
+    const int begin = HEIGHT / 2 * rank / size, pairs = HEIGHT / 2 * (rank + 1) / size - begin;
+    const int work = p.rows * pairs;
+    for (int i = threadIdx.x; i < work; i += THREADS) {
+      const int token = i / pairs, row = (begin + i % pairs) * 2;
+      const u32 local = at + (token * PITCH + row) * 4;
+      float low = 0.f, high = 0.f;
+      for (int r = 0; r < size; ++r) {
+        u32 remote;
+        float v0, v1;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(r));
+        asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(v0), "=f"(v1)
+                     : "r"(remote)
+                     : "memory");
+        low += v0, high += v1;
+      }
+      const int output = p.output + row;
+      const float* scale = a.row_scale + size_t(p.expert) * a.outputs + output;
+      u32* to = reinterpret_cast<u32*>(a.out + size_t(p.row + token) * a.out_row +
+                                       size_t(p.expert) * a.outputs + output);
+      *to = pack_bf16(low * __ldg(scale), high * __ldg(scale + 1));
+    }
   }
 
   template <int N>
@@ -372,8 +485,8 @@ struct Kernel {
         for (int i = t; i < held; i += 128) {
           const int token = i >> 3, part = i & 7;
           const uint4 v = load16(base + token * 128 + ((part ^ (token & 7)) << 4));
-          *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.outputs + output +
-                                    part * 8) = v;
+          *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.out_row +
+                                    (DENSE ? size_t(p.expert) * a.outputs : 0) + output + part * 8) = v;
         }
         asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
       }
@@ -396,8 +509,8 @@ struct Kernel {
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (threadIdx.x < 32) {  // tiles of tokens before each expert
+    if constexpr (!DENSE) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (!DENSE && threadIdx.x < 32) {  // tiles of tokens before each expert
       int sum = 0;
       if (threadIdx.x == 0) first[0] = 0;
       for (int base = 0; base < a.experts; base += 32) {
@@ -414,7 +527,8 @@ struct Kernel {
       }
     }
     __syncthreads();
-    const int total = first[a.experts] * (a.outputs / 256);
+    const int total = DENSE ? (a.rows + TOKENS - 1) / TOKENS * (a.outputs / HEIGHT) * a.experts
+                            : first[a.experts] * (a.outputs / HEIGHT);
     if (threadIdx.x < 128) {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGS));
       produce(a, first, total, address(tokens), address(weights), full, empty);
@@ -422,8 +536,9 @@ struct Kernel {
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGS));
       Ring ring;
-      for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
-        const Place p = locate(a, first, tile);
+      const int size = cluster_size();
+      for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
+        const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
         const u32 x = address(tokens), w = address(weights);
         if constexpr (TOKENS <= 32) {
           if (p.rows <= 8)
@@ -448,16 +563,25 @@ struct Kernel {
         }
       }
     }
+    if constexpr (DENSE) {
+      if (cluster_size() > 1) {  // one tile each
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;"
+                     ::: "memory");
+        gather(a, dense_place(a, blockIdx.x / cluster_size()), address(tokens));
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;"
+                     ::: "memory");
+      }
+    }
   }
 };
 
 template <class K>
-__global__ void __launch_bounds__(K::THREADS, 1) run_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(K::THREADS, K::RESIDENT) run_kernel(const __grid_constant__ Args a) {
   K::run(a);
 }
 
 template <class K>
-int launch(const Args& a, long long blocks, void* stream) {
+int launch(const Args& a, long long blocks, long long cluster, void* stream) {
   static bool ready = false;
   if (!ready) {
     cudaError_t e =
@@ -470,11 +594,16 @@ int launch(const Args& a, long long blocks, void* stream) {
   config.blockDim = dim3(K::THREADS);
   config.dynamicSmemBytes = K::SHARED;
   config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute[1];
+  cudaLaunchAttribute attribute[2];
   attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute[0].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attribute;
   config.numAttrs = 1;
+  if (cluster > 1) {
+    attribute[1].id = cudaLaunchAttributeClusterDimension;
+    attribute[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.numAttrs = 2;
+  }
   cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a);
   return e != cudaSuccess ? e : cudaGetLastError();
 }

@@ -23,7 +23,7 @@ from deepinfer.kernels.tiles import (
     pow2_inverse,
 )
 
-__all__ = ["SOURCE", "fold_tokens", "multiply", "schedule"]
+__all__ = ["SOURCE", "dense", "fold_tokens", "multiply", "schedule"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 
@@ -31,6 +31,12 @@ _SCHEDULES: Final = {
     Decoded.FP4_E4M3: ((24, "fp8_32"), (80, "fp8_64"), (None, "fp8_128")),
     Decoded.FP4_BF16: ((24, "exact_32"), (80, "exact_64"), (None, "exact_128")),
 }
+
+
+_DENSE: Final = (("dense_32", 32, 128), ("dense_96", 1024, 256), ("dense_128", 1 << 62, 256))
+"""Dense schedules: name, most rows, outputs of a tile."""
+_TOKENS: Final = {"dense_32": 32, "dense_96": 96, "dense_128": 128}
+_PER_SM: Final = {"dense_32": 2, "dense_96": 1, "dense_128": 1}
 
 
 def schedule(decoded: Decoded, rows: int, experts: int) -> str:
@@ -74,9 +80,49 @@ def multiply(
         nvcc.load(SOURCE), name or schedule(weight.decoded, rows, weight.experts), x.device,
         x, token_scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        _programs(x.device),
+        0, 0, weight.outputs, _programs(x.device), 1,
     )  # fmt: skip
     return out
+
+
+def dense(
+    x: Tensor,
+    weight: Packed,
+    groups: int = 1,
+    *,
+    out: Tensor | None = None,
+    name: str = "",
+    split: int = 0,
+) -> Tensor:
+    """Multiply all rows by an e4m3 matrix, each group of its outputs by its own inputs.
+
+    x        [T, G, K] bf16, the last dimension contiguous
+    split    programs that share one tile's K, by default chosen for the size
+    returns  [T, outputs] bf16, accumulated in fp32, rounded once
+    """
+    rows = x.shape[0]
+    if out is None:
+        out = torch.empty(rows, weight.outputs, dtype=torch.bfloat16, device=x.device)
+    chosen, tokens, height = next(s for s in _DENSE if s[0] == name or (not name and rows <= s[1]))
+    tiles = weight.outputs // height * -(-rows // min(tokens, _TOKENS[chosen]))
+    programs = _programs(x.device)
+    if not split:
+        split = (
+            1 if tokens > 1024 else _split(tiles, weight.inputs // 64, _PER_SM[chosen] * programs)
+        )
+    blocks = tiles * split if split > 1 else min(tiles, _PER_SM[chosen] * programs)
+    nvcc.call(
+        nvcc.load(SOURCE), chosen, x.device,
+        x, None, None, weight.data, weight.row_scale, None, out,
+        groups, weight.outputs // groups, weight.inputs, x.stride(0) * x.element_size(),
+        rows, x.stride(1) * x.element_size(), weight.outputs, blocks, split,
+    )  # fmt: skip
+    return out
+
+
+def _split(tiles: int, blocks: int, slots: int) -> int:
+    """Return how many programs share a tile's K: as many as fit, of at least 5 blocks each."""
+    return max(1, min(8, slots // tiles, blocks // 5))
 
 
 @triton.jit
