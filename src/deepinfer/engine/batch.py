@@ -18,6 +18,7 @@ from torch import Tensor
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.engine.plan import FROM_SLOT, RowPlan, StepKind, StepPlan
 from deepinfer.engine.state import SlotState
+from deepinfer.model.fast.context import ContextShare, share_inputs
 from deepinfer.model.fast.inputs import (
     DecodeRows,
     ModelInputs,
@@ -86,11 +87,16 @@ class BatchBuilder:
     """
 
     def __init__(
-        self, layout: CacheLayout, device: torch.device, replay: ReplayMode = "off"
+        self,
+        layout: CacheLayout,
+        device: torch.device,
+        replay: ReplayMode = "off",
+        share: ContextShare | None = None,
     ) -> None:
         self._layout = layout
         self._device = device
         self._replay: ReplayMode = replay
+        self._share = share
         self._tables: dict[int, RowPlan] = {}  # slot -> the row whose table it has
         self._blocks = np.zeros((1, 1), dtype=np.int64)  # [slots, width]
         self._held = np.zeros(1, dtype=np.int64)
@@ -149,7 +155,7 @@ class BatchBuilder:
         slots = put(row_slots)
         inputs = None
         if sequences:
-            inputs = build_inputs(sequences, False, self._layout, device, self._replay)
+            inputs = self._prefill_inputs(sequences, drawn + scored)
         return Batch(
             rows=tuple(rows),
             running=sequences,
@@ -164,6 +170,14 @@ class BatchBuilder:
             row_slots=row_slots,
             positions=positions,
         )
+
+    def _prefill_inputs(
+        self, sequences: Sequence[SequenceRows], logits_rows: Sequence[int]
+    ) -> ModelInputs:
+        layout, device, replay = self._layout, self._device, self._replay
+        if self._share is None:
+            return build_inputs(sequences, False, layout, device, replay)
+        return share_inputs(sequences, layout, device, replay, self._share, logits_rows)
 
     def _decode(self, plan: StepPlan, state: SlotState) -> Batch:
         """Lay out a step in which every row continues from its slot and draws behind each token."""

@@ -23,6 +23,7 @@ from deepinfer.engine.drafting import Drafter
 from deepinfer.engine.plan import Admission, Masks, RowResult, StepKind, StepPlan, StepResult
 from deepinfer.engine.state import SlotState
 from deepinfer.errors import RequestError
+from deepinfer.model.fast.context import ContextShare
 from deepinfer.model.fast.inputs import ModelInputs, ReplayMode, SequenceRows, build_inputs
 from deepinfer.sampling.sampler import LogitsProcessor, Sampled, Sampler, SlotParams, TokenMasks
 
@@ -79,6 +80,8 @@ class Runner:
     find_bad_weight  asked once, when logits are not finite: names a weight that is not, or returns
                      None
     replay           what the decoder half does about the positions below a row's `floor`
+    share            the ranks that share prompts; only the first of them draws, the others run the
+                     same prefill plans and keep the same caches
     """
 
     def __init__(
@@ -92,7 +95,9 @@ class Runner:
         drafter: Drafter | None = None,
         find_bad_weight: Callable[[], str | None] = lambda: None,
         replay: ReplayMode = "off",
+        share: ContextShare | None = None,
     ) -> None:
+        self._follows = share is not None and share.group.place > 0
         self.replay: ReplayMode = replay
         self.model = model
         self.caches = caches
@@ -101,7 +106,7 @@ class Runner:
         self.state = state
         self.device = device
         self.drafter = drafter
-        self._batches = BatchBuilder(layout, device, replay)
+        self._batches = BatchBuilder(layout, device, replay, share)
         self._history: dict[int, list[int]] = {}  # tokens of the slots with logits processors
         self._find_bad_weight = find_bad_weight
         self._bad_weight: tuple[str | None] | None = None
@@ -122,6 +127,9 @@ class Runner:
                 self._idle(plan)
                 return StepResult(plan.step_id, _nothing_drawn(plan))
             logits = self.model.forward(batch.inputs, self.caches, batch.logits_rows)
+            if self._follows:
+                self._propose(plan, None)
+                return StepResult(plan.step_id, ())
             num_drawn = len(batch.row_slots)
             scores = self._score(batch, logits[num_drawn:])
             found: dict[int, RowResult] = {}
