@@ -79,8 +79,8 @@ def test_without_copies_the_hottest_expert_bounds_balance() -> None:
 def test_every_token_of_every_request_is_made_once(place: str, groups: int, prefill: bool) -> None:
     settings = SMALL.but(gpus=4 * groups, expert=4, copies=0, counted_layers=1, requests=150,
                          output=40.0, output_spread=0.0, prompt=300.0, prompt_spread=0.8,
-                         place=place, prefill=prefill, batched=512, vote_any=7,
-                         vote_all=5)  # fmt: skip
+                         place=place, prefill=prefill, batched=512,
+                         patience=3)  # fmt: skip
     cluster = Cluster(settings, 3, TIMES)
     cluster.run()
     assert cluster.produced == 150 * 40

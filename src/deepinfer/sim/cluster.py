@@ -27,6 +27,7 @@ from deepinfer.parallel.balance import (
     plan_by_totals,
 )
 from deepinfer.parallel.migrate import relabel
+from deepinfer.parallel.votes import Flag, Word, agree
 from deepinfer.sim.routing import Routing
 from deepinfer.sim.settings import Settings
 from deepinfer.sim.times import KEPT, Times, load_times
@@ -123,7 +124,7 @@ class Cluster:
         self.clock_us = np.zeros(s.groups)
         self.produced = 0
         self.num_steps = 0
-        self._decode_steps = np.zeros(s.groups, np.int64)
+        self._waited = np.zeros(s.gpus, np.int64)
         self._curve: CostCurve | None = None
         self._late: list[Floats] = []
         self._since_plan = self.plans_made = self.plans = 0
@@ -234,12 +235,22 @@ class Cluster:
         chosen = np.zeros(s.groups, bool)
         if not s.prefill:
             return chosen
-        wants = (self._todo > 0).any(axis=1).reshape(s.groups, s.expert)
-        able = ((self._left > 0) & (self._todo == 0)).any(axis=1).reshape(s.groups, s.expert)
+        wants: Flags = np.asarray((self._todo > 0).any(axis=1))
+        able: Flags = np.asarray(((self._left > 0) & (self._todo == 0)).any(axis=1))
+        flags = [
+            (Flag.PREFILL if want else Flag(0)) | (Flag.DECODE if can else Flag(0))
+            for want, can in zip(wants.tolist(), able.tolist(), strict=True)
+        ]
         for group in np.nonzero(due)[0].tolist():
-            chosen[group] = votes_prefill(
-                wants[group], able[group], int(self._decode_steps[group]), s.vote_any, s.vote_all
-            )
+            first = group * s.expert
+            waited = self._waited[first : first + s.expert]
+            words = [
+                Word(flags=flag, waited=int(steps))
+                for flag, steps in zip(flags[first : first + s.expert], waited, strict=True)
+            ]
+            chosen[group] = agree(words, s.patience) == "prefill"
+            waiting = wants[first : first + s.expert] & ~chosen[group]
+            waited[:] = np.where(waiting, waited + 1, 0)
         return chosen
 
     def _prefill(self, ranks: Flags, groups: Flags) -> None:
@@ -269,7 +280,6 @@ class Cluster:
         self._finish(done & (self._left == 0))
         self._prefill_us += float(spent.sum())
         self._spent += float(spent.sum())
-        self._decode_steps[groups] = 0
 
     def _decode(self, ranks: Flags, groups: Flags) -> None:
         s, times = self.settings, self.times
@@ -308,7 +318,6 @@ class Cluster:
         self._verified += int(per_rank.sum())
         self._accepted += int(gained.sum()) - int(seqs.sum())
         self._passes += int(seqs.sum())
-        self._decode_steps[groups] += 1
 
     def _layers(
         self,
@@ -519,20 +528,6 @@ class Cluster:
         end_us = self._marks[-1][0]
         begin_us = next(at for at, made in self._marks if made >= 0.9 * self.produced)
         return (end_us - begin_us) / (0.1 * end_us)
-
-
-def votes_prefill(
-    wants: Flags, able: Flags, decode_steps: int, any_every: int, all_every: int
-) -> bool:
-    """Return whether a group prefills: on one rank's wish now and then, on all ranks' more often.
-
-    wants, able  [N] ranks with something to prefill, with something to decode
-    """
-    if not able.any():
-        return bool(wants.any())
-    if decode_steps > 0 and decode_steps % any_every == 0:
-        return bool(wants.any())
-    return decode_steps % all_every == 0 and bool(wants.all())
 
 
 def simulate(settings: Settings, seed: int = 0, times: Times | None = None) -> Outcome:

@@ -63,12 +63,9 @@ class Settings:
         metadata=_about("pull: ranks take from one queue; fixed: request number modulo ranks"),
     )
     prefill: bool = field(default=False, metadata=_about("ranks also prefill what they run"))
-    vote_any: int = field(
-        default=100, metadata=_about("decode steps after which one rank with work brings a prefill")
-    )
-    vote_all: int = field(
-        default=70,
-        metadata=_about("decode steps after which a prefill takes place when every rank has work"),
+    patience: int = field(
+        default=16,
+        metadata=_about("steps that prompts wait before fewer than half of the ranks may prefill"),
     )
     batched: int = field(default=8192, metadata=_about("tokens of one prefill step of a rank"))
     prompt: float = field(default=4096.0, metadata=_about("median length of prompts"))
@@ -180,8 +177,8 @@ def _size_problems(s: Settings) -> list[str]:
         problems.append(f"acceptance: found {s.acceptance}, expected more than 0 and less than 1")
     if s.requests == 0 and s.warmup >= s.steps:
         problems.append(f"warmup: found {s.warmup}, expected less than steps ({s.steps})")
-    if s.window < 4 or s.vote_any < 1 or s.vote_all < 1 or s.batched < 1:
-        problems.append("window must be at least 4; vote_any, vote_all and batched at least 1")
+    if s.window < 4 or s.batched < 1:
+        problems.append("window must be at least 4 and batched at least 1")
     if min(s.prompt, s.output) < 1:
         problems.append("prompt and output: expected at least 1")
     return problems
