@@ -17,6 +17,7 @@ __all__ = [
     "DeepInferError",
     "NumericalError",
     "ProtocolError",
+    "RankError",
     "RequestError",
     "ShapeError",
     "StateError",
@@ -90,6 +91,13 @@ class UnsupportedError(DeepInferError):
 
 class CacheError(DeepInferError):
     """The caches cannot hold what was asked for; the message names the settings that change it."""
+
+
+class RankError(DeepInferError):
+    """A process of an engine of several ranks has ended, hangs or failed; the engine has ended with
+    it. The message names the rank and its last step. What had finished is with the caller, and
+    `deepinfer run` goes on from there.
+    """
 
 
 class ShapeError(DeepInferError):

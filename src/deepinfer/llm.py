@@ -28,8 +28,11 @@ from deepinfer.cache.tensors import Caches
 from deepinfer.chat.messages import MessageLike, ResponseFormat, Tool
 from deepinfer.chat.token_map import load_token_map
 from deepinfer.chat.tokenizer import Tokenizer
+from deepinfer.cluster.launch import Membership, Started, join, rank_device
+from deepinfer.cluster.loop import GroupLoop, Hooks
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_engine_config, load_model_config, resolve_model
+from deepinfer.config.mesh import num_slots
 from deepinfer.config.model import ModelConfig
 from deepinfer.device import pick_device
 from deepinfer.device.queue import InlineQueue, ThreadQueue
@@ -79,6 +82,7 @@ from deepinfer.errors import (
 from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
 from deepinfer.model.fast.model import FastModel, resolve_numerics
+from deepinfer.parallel.experts import ExpertRanks, make_exchange
 from deepinfer.sampling.noise import derive_seed
 from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.fingerprint import weights_digest
@@ -93,9 +97,14 @@ _SEARCHED_BYTES = 32 * 2**30
 _log = logging.getLogger(__name__)
 
 
-def set_cpu_threads(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Set torch's threads for the whole process; bits do not depend on them."""
+def set_cpu_threads(config: EngineConfig, model_config: ModelConfig, sharing: int = 1) -> None:
+    """Set torch's threads for the whole process; bits do not depend on them.
+
+    sharing  processes of this host that run the model together
+    """
     threads = cpu_threads(config, model_config)
+    if threads is None and sharing > 1:
+        threads = max(1, (os.cpu_count() or 1) // sharing)
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -159,6 +168,9 @@ class LLM:
     device   `auto`, `cpu`, `cuda` or `cuda:N`
     config   an EngineConfig, or a mapping of dotted keys (`{"scheduling.max_num_seqs": 8}`); a
              mapping or None also takes what the environment sets
+    With several ranks (`parallel.expert`, ...) the first process leads: it starts the others, or
+    torchrun or SLURM has. A script that all ranks run gets the same list from `generate` and `chat`
+    on every rank; everything else is for rank 0, while the others `serve`.
     Raises ConfigError, CheckpointError, TokenizerError, CacheError or UnsupportedError.
 
         with LLM("demo") as llm:
@@ -171,8 +183,11 @@ class LLM:
         model: str | os.PathLike[str],
         device: str = "auto",
         config: EngineConfig | Mapping[str, object] | None = None,
+        *,
+        _started: Started | None = None,
     ) -> None:
         self._loop: EngineLoop | None = None
+        self._member: Membership | None = None
         if isinstance(config, EngineConfig):
             self.config = config
         elif not isinstance(config, Mapping | None):
@@ -183,9 +198,25 @@ class LLM:
         else:
             self.config = load_engine_config(values=config)
         self.path: Path = resolve_model(model)
+        mesh = self.config.mesh
+        if mesh.world > 1:
+            device = rank_device(device, _started)
         self.device = pick_device(device)
         self.model_config: ModelConfig = load_model_config(self.path)
-        set_cpu_threads(self.config, self.model_config)
+        if mesh.world > 1:
+            self._check_ranks()
+            where = self.device.torch_device
+            self._member = join(self.config, mesh, str(self.path), device, where, _started)
+        sharing = self._member.local_world if self._member is not None else 1
+        set_cpu_threads(self.config, self.model_config, sharing)
+        try:
+            self._build()
+        except BaseException as error:
+            if self._member is not None:
+                self._member.fail(error)
+            raise
+
+    def _build(self) -> None:
         self.tokenizer: Tokenizer | None = None
         if (self.path / "tokenizer.json").is_file():
             self.tokenizer = Tokenizer.load(self.path, self.model_config)
@@ -201,6 +232,35 @@ class LLM:
         queue = ThreadQueue() if self.overlaps else InlineQueue()
         queue.submit(self.device.bind_thread)
         self._start(InProcessExecutor(runner, queue))
+
+    def _check_ranks(self) -> None:
+        """Refuse what several ranks cannot do, before any of them starts."""
+        config, model_config = self.config, self.model_config
+        num_slots(model_config.n_routed_experts, config.parallel.expert, config.parallel.copies)
+        keep_tokens(config, model_config)
+        check_speculation(config.speculation, model_config)
+
+    def _expert_ranks(self) -> ExpertRanks | None:
+        """Return what the model needs to share its experts with other ranks."""
+        member, parallel = self._member, self.config.parallel
+        if member is None or member.ranks.expert.size == 1:
+            return None
+        device = self.device.torch_device
+        quantize = resolve_numerics(self.config.numerics, device).quantize
+        exchange = make_exchange(
+            parallel.backend, member.ranks.expert, quantize, parallel.capacity_factor
+        )
+        return ExpertRanks(member.ranks.expert, device, exchange, parallel.copies)
+
+    def _available_bytes(self) -> int:
+        """Return what this rank may use, the same for all ranks: the least that one has."""
+        available = self.device.available_bytes()
+        if self._member is None:
+            return available
+        if self.device.torch_device.type == "cpu":
+            available //= self._member.local_world
+        least = torch.tensor([-available], dtype=torch.int64)
+        return -int(self._member.ranks.world.all_reduce(least, largest=True))
 
     def _build_runner(self) -> tuple[Runner, Sizes]:
         config, model_config = self.config, self.model_config
@@ -229,11 +289,12 @@ class LLM:
             token_map,
             config.weights.dequantized_bytes,
             with_drafts=config.speculation.num_drafts > 0,
+            ranks=self._expert_ranks(),
         )
         plan = plan_caches(
             config,
             model_config,
-            available_bytes=self.device.available_bytes(),
+            available_bytes=self._available_bytes(),
             on_cpu=device.type == "cpu",
         )
         layout, sizes = plan.layout, plan.sizes
@@ -295,12 +356,24 @@ class LLM:
             MaskBuffer(host_rows),
         )
         executor.start()
-        self._loop = EngineLoop(
-            scheduler,
-            executor,
-            overlap=self.overlaps,
-            log_interval_steps=config.log.interval_steps,
-        )
+        if self._member is None:
+            self._loop = EngineLoop(
+                scheduler,
+                executor,
+                overlap=self.overlaps,
+                log_interval_steps=config.log.interval_steps,
+            )
+        else:
+            self._loop = GroupLoop(
+                scheduler,
+                executor,
+                self._member,
+                Hooks(enter=self._enter, snapshot=self._snapshot),
+                num_drafts=config.speculation.num_drafts,
+                placement=config.parallel.placement,
+                overlap=self.overlaps,
+                log_interval_steps=config.log.interval_steps if self.rank == 0 else 0,
+            )
         self._driver = EngineDriver()
 
         def refuse_inside() -> None:
@@ -312,6 +385,19 @@ class LLM:
         self._in_generate = False
         self._live: dict[int, SamplingParams] = {}
         self._outbox: list[Completion] = []
+
+    @property
+    def rank(self) -> int:
+        """This process's place among the ranks of the engine."""
+        return 0 if self._member is None else self._member.ranks.rank
+
+    def serve(self) -> None:
+        """On a rank that is not the first: step with rank 0 until it closes its engine."""
+        loop = self._open_loop()
+        if not isinstance(loop, GroupLoop) or self.rank == 0:
+            raise UnsupportedError("serve is for the ranks above 0 of an engine of several ranks")
+        while not loop.is_stopped:
+            loop.serve()
 
     @property
     def overlaps(self) -> bool:
@@ -347,6 +433,9 @@ class LLM:
         cannot run has a completion with `error` set, and the others run. Raises RequestError when
         the arguments as a whole do not fit together, and Interrupted on Ctrl-C.
         """
+        following = self._follow()
+        if following is not None:
+            return following
         self._free_loop()
         entries = split_prompts(prompts)
         tasks = _samples(entries, match_params(sampling_params, len(entries)))
@@ -355,7 +444,7 @@ class LLM:
         with self._turn:
             loop = self._free_loop()
             ids = self._new_ids(len(tasks))
-            start_tokens = loop.scheduler.num_generated
+            start_tokens = loop.num_generated
             self._in_generate = True
         try:
             # The largest budgets enter first: nothing long is left to run alone at the end.
@@ -366,7 +455,7 @@ class LLM:
                 with interrupt_after():
                     with self._turn:
                         self._collect(loop.step(), ids, done)
-                    num_tokens = loop.scheduler.num_generated - start_tokens
+                    num_tokens = loop.num_generated - start_tokens
                     if progress is not None:
                         failed = sum(result.error is not None for result in done.values())
                         finished = len(done) - failed
@@ -392,7 +481,23 @@ class LLM:
                     for task, result in zip(tasks, results, strict=True)
                 ]
             ) from None
-        return [result for result in results if result is not None]
+        found = [result for result in results if result is not None]
+        if isinstance(loop, GroupLoop) and not loop.member.children:
+            loop.finish_call(found)
+        return found
+
+    def _follow(self) -> list[Completion] | None:
+        """On a rank above 0: step with rank 0 until its call of `generate` ends, return the same.
+
+        None on rank 0.
+        """
+        loop = self._open_loop()
+        if self.rank == 0 or not isinstance(loop, GroupLoop):
+            return None
+        found = loop.serve()
+        if not isinstance(found, list):
+            raise UnsupportedError("rank 0 has closed its engine instead of making the same call")
+        return found
 
     def stream(
         self,
@@ -530,7 +635,13 @@ class LLM:
             return self._snapshot(request_id)
 
     def _snapshot(self, request_id: int) -> State:
-        loop = self._free_loop()
+        loop = self._open_loop()
+        if isinstance(loop, GroupLoop) and (owner := loop.owner(request_id)) is not None:
+            (state,) = loop.ask("snapshot", request_id, rank=owner)
+            assert isinstance(state, State), state
+            return state
+        if self.rank == 0:
+            self._free_loop()
         loop.flush()
         live = loop.scheduler.live(request_id)
         if live is None:
@@ -713,23 +824,31 @@ class LLM:
             streams=streams,
             arrival_s=loop.now_s(),
         )
-        text = None
+        with self._turn:
+            loop = self._open_loop()
+            if not streams:
+                self._live[request_id] = params
+            if isinstance(loop, GroupLoop):
+                loop.place(request, state)
+            else:
+                self._enter(request, state)
+        return request_id
+
+    def _enter(self, request: Request, state: State | None) -> None:
+        """Hand a request to this rank's scheduler, with what follows its text and its shape."""
+        params, text = request.params, None
         shape = self._shapes.resolve(params)
-        if self.tokenizer is not None and (params.stop_strings or streams or shape is not None):
+        follows = params.stop_strings or request.streams or shape is not None
+        if self.tokenizer is not None and follows:
             text = TextStream(
                 self.tokenizer.stream(), params.stop_strings, params.min_tokens, params.stop_after
             )
             for token_id in () if state is None else state.token_ids:
                 text.push(token_id)
-        with self._turn:
-            loop = self._open_loop()
-            if not streams:
-                self._live[request_id] = params
-            gate: Gate | None = None if shape is None else self._shapes.gate(shape, params)
-            if gate is not None and state is not None:
-                gate = ResumedGate(gate, state.token_ids)
-            loop.submit(request, text, gate, state)
-        return request_id
+        gate: Gate | None = None if shape is None else self._shapes.gate(shape, params)
+        if gate is not None and state is not None:
+            gate = ResumedGate(gate, state.token_ids)
+        self._open_loop().submit(request, text, gate, state)
 
     def _problems(self, params: SamplingParams) -> list[str]:
         """Return what this model cannot do of a request's parameters."""

@@ -104,6 +104,11 @@ class EngineLoop:
         return self.scheduler.has_requests or bool(self._finished)
 
     @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return self.scheduler.num_generated
+
+    @property
     def executor(self) -> Executor:
         """What runs the steps."""
         return self._executor

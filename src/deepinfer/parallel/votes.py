@@ -33,7 +33,6 @@ class Flag(IntFlag):
 
     PREFILL   it could fill from a prompt and its own rules would
     DECODE    it has something to extend
-    FLIGHT    a step of its own is not applied yet
     PROPOSE   its next step would draft
     DUE       it has statistics to share
     STOP      (rank 0) this is the last word
@@ -42,7 +41,6 @@ class Flag(IntFlag):
 
     PREFILL = 1
     DECODE = 2
-    FLIGHT = 4
     PROPOSE = 8
     DUE = 16
     STOP = 32
@@ -60,7 +58,7 @@ class Word:
     waited     steps that its prompts have waited
     sequences  most that it can extend in the next step
     room       requests that it can take
-    load       predicted work that it has, in tokens
+    blocks     cache blocks that are free
     message    bytes that rank 0 sends, or that another rank answers
     generated  tokens since the start
     digest     of what must be equal everywhere when statistics are shared
@@ -70,7 +68,7 @@ class Word:
     waited: int = 0
     sequences: int = 0
     room: int = 0
-    load: int = 0
+    blocks: int = 0
     message: int = 0
     generated: int = 0
     digest: int = 0
@@ -83,7 +81,7 @@ class Word:
                 self.waited,
                 self.sequences,
                 self.room,
-                self.load,
+                self.blocks,
                 self.message,
                 self.generated,
                 self.digest,
@@ -94,13 +92,13 @@ class Word:
     @classmethod
     def unpack(cls, values: NDArray[np.int64]) -> Word:
         """Return a word that has travelled."""
-        flags, waited, sequences, room, load, message, generated, digest = values.tolist()
+        flags, waited, sequences, room, blocks, message, generated, digest = values.tolist()
         return cls(
             flags=Flag(flags),
             waited=waited,
             sequences=sequences,
             room=room,
-            load=load,
+            blocks=blocks,
             message=message,
             generated=generated,
             digest=digest,

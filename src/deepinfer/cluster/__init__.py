@@ -1,0 +1,1 @@
+"""Engines of several processes: starting them, stepping together, noticing who is gone."""
