@@ -29,9 +29,11 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
     if weights.ranks is not None:
         return _ranked(step, weights, weights.ranks, x, chosen, weight)
     held = weights.w2.codes.shape[0]
-    if held < weights.bias.shape[0]:  # a slice of the experts stands for all
+    whole = held == weights.bias.shape[0]
+    if not whole:  # a slice of the experts stands for all; a row may take one of them twice
         chosen = chosen % held
-    if ops.choices["expert_linear"].name == "cpu" and fits(x, weights.w2, weights.shared_w2):
+    fused = whole and ops.choices["expert_linear"].name == "cpu"
+    if fused and fits(x, weights.w2, weights.shared_w2):
         return experts(
             x,
             chosen,
