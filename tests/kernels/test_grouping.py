@@ -22,7 +22,10 @@ def test_choices_are_sorted_by_expert_and_those_left_out_stand_last(
     num_rows: int, active: int, experts: int, seed: int
 ) -> None:
     chosen, weight = draw(num_rows, active, experts, seed)
-    found = group(chosen, weight, experts)
+    live = torch.ones(num_rows, dtype=torch.bool)
+    live[1::4] = False
+    found = group(chosen, weight, experts, live)
+    chosen = chosen.masked_fill(~live[:, None], -1)
     flat = chosen.flatten().tolist()
     order = sorted(range(len(flat)), key=lambda i: (flat[i] if flat[i] >= 0 else experts, i))
     assert found.rows.tolist() == [i // active for i in order]

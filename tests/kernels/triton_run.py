@@ -19,6 +19,7 @@ from torch import Tensor
 from deepinfer.kernels import grouping, tiles
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
+from deepinfer.kernels.decode_rows import LayoutForm, lay_out_plain
 from deepinfer.kernels.table import TABLE
 
 
@@ -89,12 +90,26 @@ def grouped(module, rows: int, active: int, experts: int, dtype: torch.dtype) ->
     generator = torch.Generator().manual_seed(rows)
     chosen = torch.randint(-1, experts, (rows, active), generator=generator)
     weight = torch.rand(rows, active, generator=generator)
-    found = module.group(chosen, weight, experts)
+    live = torch.rand(rows, generator=generator) < 0.8 if rows > 3 else None
+    found = module.group(chosen, weight, experts, live)
     routed = torch.randn(rows * active, 40, generator=generator).to(dtype)
     shared = torch.randn(rows, 40, generator=generator).to(dtype)
     return [*found, module.combine(routed, found.place, shared)]
 
 
+def laid_out(function, ratios: tuple[int, ...], tail: int, engram: int) -> list[Tensor]:
+    """Rows of three sequences, one with drafts, and of padding."""
+    form = LayoutForm(20, 25, ratios, 8, tail, 3 if engram else 0, engram)
+    slots = torch.tensor([2, 1, 1, 1, 3, 0, 0])
+    places = torch.tensor([0, 0, 1, 2, 0, 0, 0])
+    generator = torch.Generator().manual_seed(tail)
+    tokens = torch.randint(1, 90, (4, 5), generator=generator)
+    table = torch.randperm(60, generator=generator)[:40].view(4, 10)
+    length = torch.tensor([7, 1, 63, 24])
+    return list(function(slots, places, length, tokens[:, 0], tokens[:, 1:], table, form))
+
+
+LAID_OUT = [((1, 2), 7, 9), ((2,), 0, 0), ((), 0, 3)]
 GROUPED = [
     (1, 1, 3, torch.float32), (7, 3, 8, torch.bfloat16), (129, 6, 24, torch.bfloat16),
 ]  # fmt: skip
@@ -113,6 +128,13 @@ def run(seed: int) -> list[str]:
         pairs = zip(grouped(twin, *setting), grouped(grouping, *setting), strict=True)
         if not all(torch.equal(mine, want) for mine, want in pairs):
             failures.append(f"grouping {setting}: other values")
+    twin = import_module("deepinfer.kernels.decode_rows.triton")
+    for setting in LAID_OUT:
+        pairs = zip(
+            laid_out(twin.lay_out, *setting), laid_out(lay_out_plain, *setting), strict=True
+        )
+        if not all(torch.equal(mine, want) for mine, want in pairs):
+            failures.append(f"rows laid out, {setting}: other values")
     for case in all_cases():
         if case.large:
             continue
@@ -170,7 +192,7 @@ def compile_all(archs: list[int]) -> list[str]:
 
     # On a card bf16 products run as such: compile that, though this process has no card.
     modules = {line.module.partition(".")[0] for lines in TABLE.values() for line in lines}
-    for module in modules | {"grouping"}:
+    for module in modules | {"grouping", "decode_rows"}:
         try:
             kernels = import_module(f"deepinfer.kernels.{module}.triton")
         except ModuleNotFoundError:
@@ -187,6 +209,8 @@ def compile_all(archs: list[int]) -> list[str]:
         stored("triton", *setting)
     for setting in GROUPED:
         grouped(import_module("deepinfer.kernels.grouping.triton"), *setting)
+    for setting in LAID_OUT:
+        laid_out(import_module("deepinfer.kernels.decode_rows.triton").lay_out, *setting)
     assert tiles.launch is not record
     print(len(seen), "kernels", flush=True)
     return failures

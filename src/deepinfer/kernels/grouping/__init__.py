@@ -31,16 +31,19 @@ class Groups(NamedTuple):
     offsets: Tensor
 
 
-def group(chosen: Tensor, weight: Tensor, num_experts: int) -> Groups:
+def group(chosen: Tensor, weight: Tensor, num_experts: int, live: Tensor | None = None) -> Groups:
     """Sort choices by expert; equal ones stay in the order of their rows.
 
     chosen  [T, k]  int64; a choice outside 0..E-1 is left out: no run holds it
     weight  [T, k]  fp32
+    live    [T] bool, rows whose choices count; None = all
     """
     if chosen.device.type == "cuda" and find_spec("triton"):
         from deepinfer.kernels.grouping import triton
 
-        return triton.group(chosen, weight, num_experts)
+        return triton.group(chosen, weight, num_experts, live)
+    if live is not None:
+        chosen = chosen.masked_fill(~live[:, None], -1)
     flat = chosen.reshape(-1).numpy() if chosen.device.type == "cpu" else chosen.reshape(-1).cpu()
     experts = np.asarray(flat)
     experts = np.where((experts < 0) | (experts >= num_experts), num_experts, experts)

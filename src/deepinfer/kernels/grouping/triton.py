@@ -14,8 +14,19 @@ _BLOCK = 1024
 
 
 @triton.jit
+def _choice(chosen, live, at, P, K, E, LIVE: tl.constexpr):
+    """Experts of choices, E for those left out, E + 1 behind the end."""
+    choice = tl.load(chosen + at, at < P, -1).to(tl.int32)
+    choice = tl.where((choice < 0) | (choice >= E), E, choice)
+    if LIVE:
+        choice = tl.where(tl.load(live + at // K, at < P, 0) != 0, choice, E)
+    return tl.where(at < P, choice, E + 1)
+
+
+@triton.jit
 def _group(
-    chosen, weight, rows, weights, place, offsets, P, K, E, BLOCK: tl.constexpr
+    chosen, weight, live, rows, weights, place, offsets, P, K, E,
+    LIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program e < E collects the choices of expert e, program E those that are left out."""
     expert = tl.program_id(0)
@@ -23,18 +34,14 @@ def _group(
     count = tl.full((), 0, tl.int32)
     for start in range(0, P, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        choice = tl.load(chosen + at, at < P, -1).to(tl.int32)
-        choice = tl.where((choice < 0) | (choice >= E), E, choice)
-        choice = tl.where(at < P, choice, E + 1)
+        choice = _choice(chosen, live, at, P, K, E, LIVE)
         before += tl.sum((choice < expert).to(tl.int32), 0)
         count += tl.sum((choice == expert).to(tl.int32), 0)
     tl.store(offsets + expert, before.to(tl.int64))
     if count > 0:
         for start in range(0, P, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            choice = tl.load(chosen + at, at < P, -1).to(tl.int32)
-            choice = tl.where((choice < 0) | (choice >= E), E, choice)
-            mine = (choice == expert) & (at < P)
+            mine = _choice(chosen, live, at, P, K, E, LIVE) == expert
             target = before + tl.cumsum(mine.to(tl.int32), 0) - 1
             tl.store(rows + target, (at // K).to(tl.int64), mine)
             tl.store(weights + target, tl.load(weight + at, mine, 0.0), mine)
@@ -43,7 +50,7 @@ def _group(
             before += tl.sum(mine.to(tl.int32), 0)
 
 
-def group(chosen: Tensor, weight: Tensor, num_experts: int) -> Groups:
+def group(chosen: Tensor, weight: Tensor, num_experts: int, live: Tensor | None = None) -> Groups:
     """As `grouping.group`."""
     chosen, weight = chosen.contiguous(), weight.contiguous()
     total, device = chosen.numel(), chosen.device
@@ -52,8 +59,10 @@ def group(chosen: Tensor, weight: Tensor, num_experts: int) -> Groups:
     place = torch.empty_like(chosen)
     offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=device)
     launch(
-        _group, (num_experts + 1,), chosen, weight, rows, weights, place, offsets, total,
-        chosen.shape[1], num_experts, BLOCK=min(_BLOCK, next_power(total, 16)),
+        _group, (num_experts + 1,), chosen, weight,
+        chosen if live is None else live.contiguous().view(torch.uint8),
+        rows, weights, place, offsets, total, chosen.shape[1], num_experts,
+        LIVE=live is not None, BLOCK=min(_BLOCK, next_power(total, 16)),
     )  # fmt: skip
     return Groups(rows, weights, place, offsets)
 

@@ -10,7 +10,7 @@ from deepinfer.kernels.attention.reference import SLOT_BLOCK
 from deepinfer.kernels.cache_io import PagedCache
 from deepinfer.kernels.rows import ROW_BLOCK
 from deepinfer.model.fast.compressor import compress_step
-from deepinfer.model.fast.indexer import gather_selected, select
+from deepinfer.model.fast.indexer import gather_selected, select, selected_entries
 from deepinfer.model.fast.step import Pass, Rotation, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights
 
@@ -70,14 +70,23 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
     ops, config, weights = step.ops, step.config, block.attention
     rotation = step.rotation[layer.ratio > 0]
     latent, q, kv = project(step, weights, x, rotation)
-    window_kv, window_idx = read_window(step, step.caches.windows[layer.layer_id], kv)
+    window = step.caches.windows[layer.layer_id]
+    paged = step.inputs.decode and step.inputs.paged
+    if paged:
+        store_window(step, window, kv)
+    else:
+        window_kv, window_idx = read_window(step, window, kv)
     main_kv = main_idx = None
     if layer.kv_source is not None and layer.index_source is not None:
         if block.compressor is not None and not step.compressed:
             compress_step(step, layer, block.compressor, x)
         if block.indexer is not None:
             select(step, layer, block.indexer, latent, x)
-        main_kv, main_idx = gather_selected(step, layer.kv_source, layer.index_source)
+        if not paged:
+            main_kv, main_idx = gather_selected(step, layer.kv_source, layer.index_source)
+    if paged:
+        out = _attend_pages(step, layer, weights, q)
+        return project_output(step, weights, out, rotation)
     out = ops.sparse_attention(
         q,
         window_kv,
@@ -89,6 +98,24 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
         step.numerics.quantize,
     )
     return project_output(step, weights, out, rotation)
+
+
+def _attend_pages(step: Step, layer: LayerConfig, weights: AttentionWeights, q: Tensor) -> Tensor:
+    """Attend to entries where they lie: the rings, and the pages of the layer's source."""
+    main = main_idx = None
+    if layer.kv_source is not None and layer.index_source is not None:
+        main = step.caches.main[layer.kv_source]
+        main_idx = selected_entries(step, layer.kv_source, layer.index_source)
+    return step.ops.paged_attention(
+        q,
+        step.caches.windows[layer.layer_id],
+        step.inputs.window_slots,
+        main,
+        main_idx,
+        weights.attn_sink,
+        step.config.head_dim**-0.5,
+        step.numerics.quantize,
+    )
 
 
 def store_window(step: Step, cache: PagedCache, kv: Tensor) -> None:

@@ -14,7 +14,10 @@ from deepinfer.model.fast.inputs import RatioInputs
 from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import IndexerWeights
 
-__all__ = ["choose", "select", "select_all"]
+__all__ = ["choose", "select", "select_all", "selected_entries"]
+
+_SCORES = 1 << 27
+"""Most scores that are held at a time."""
 
 
 def select(
@@ -55,6 +58,9 @@ def select_all(step: Step, layer: LayerConfig) -> bool:
 
 def choose(step: Step, layer: LayerConfig, q: Tensor, head_weight: Tensor) -> None:
     """Keep the best entries by queries q [T, H, D], quantized, and head_weight [T, H]."""
+    if step.inputs.paged:
+        _choose_paged(step, layer, q, head_weight)
+        return
     ops, config, inputs = step.ops, step.config, step.inputs
     ratio = inputs.ratios[layer.ratio]
     source = max(i for i in config.index_k_source_layer_ids if i <= layer.layer_id)
@@ -77,11 +83,64 @@ def choose(step: Step, layer: LayerConfig, q: Tensor, head_weight: Tensor) -> No
         parts.append(ops.select_topk(scores, visible, config.index_topk))
     if candidates:
         step.candidates = torch.cat(candidates)
-        if step.trace is not None:
-            width = -(-ratio.max_visible // config.candidate_block_size)
-            note = torch.zeros(inputs.num_rows, width + 1, dtype=torch.uint8)
-            target = step.candidates.masked_fill(step.candidates < 0, width)
-            step.note("cand_blocks", note.scatter(1, target, 1)[:, :width])
+        _note_candidates(step, ratio)
+    _keep(step, layer, torch.cat(parts))
+
+
+def _note_candidates(step: Step, ratio: RatioInputs) -> None:
+    if step.trace is not None and step.candidates is not None:
+        width = -(-ratio.max_visible // step.config.candidate_block_size)
+        blocks = step.candidates
+        note = torch.zeros(len(blocks), width + 1, dtype=torch.uint8, device=blocks.device)
+        target = blocks.masked_fill(blocks < 0, width)
+        step.note("cand_blocks", note.scatter(1, target, 1)[:, :width])
+
+
+def _choose_paged(step: Step, layer: LayerConfig, q: Tensor, head_weight: Tensor) -> None:
+    """As `choose`, on keys where they lie; behind a candidate source only its blocks are scored."""
+    ops, config, inputs = step.ops, step.config, step.inputs
+    ratio = inputs.ratios[layer.ratio]
+    source = max(i for i in config.index_k_source_layer_ids if i <= layer.layer_id)
+    cache, size = step.caches.index[source], config.candidate_block_size
+    rounding, table = step.numerics.index_rounding, ratio.blocks
+    filtered = layer.filters_candidates and step.candidates is not None
+    columns = ratio.max_visible
+    if filtered and step.candidates is not None:
+        columns = step.candidates.shape[1] * size
+    step_rows = max(1, _SCORES // max(1, columns))
+    parts: list[Tensor] = []
+    candidates: list[Tensor] = []
+    for begin in range(0, inputs.num_rows, step_rows):
+        rows = slice(begin, begin + step_rows)
+        visible = ratio.visible[rows]
+        blocks = step.candidates[rows] if filtered and step.candidates is not None else None
+        scores = ops.paged_index_score(
+            q[rows],
+            head_weight[rows],
+            cache,
+            table,
+            inputs.row_seq[rows],
+            visible,
+            blocks,
+            size,
+            ratio.max_visible,
+            rounding,
+        )
+        if layer.is_candidate_source:
+            candidates.append(
+                ops.select_blocks(scores, visible, config.candidate_topk_blocks, size)
+            )
+        if blocks is None:
+            parts.append(ops.select_topk(scores, visible, config.index_topk))
+            continue
+        every = torch.full_like(visible, columns)
+        found = ops.select_topk(scores, every, config.index_topk)
+        held = found.clamp(min=0)
+        entry = blocks.gather(1, held // size) * size + held % size
+        parts.append(entry.masked_fill_(found < 0, -1))
+    if candidates:
+        step.candidates = torch.cat(candidates)
+        _note_candidates(step, ratio)
     _keep(step, layer, torch.cat(parts))
 
 
@@ -132,8 +191,10 @@ def gather_selected(step: Step, kv_source: int, index_source: int) -> tuple[Tens
     absent = topk < 0
     total = sum(ratio.counts)
     if total < topk.numel() and not inputs.decode:  # decode attends faster to entries by row
-        counts = torch.tensor([0, *ratio.counts], device=topk.device)
-        bases = counts.cumsum(0)[inputs.row_seq]
+        bases = ratio.bases
+        if bases is None:
+            bases = torch.tensor([0, *ratio.counts], device=topk.device).cumsum(0)
+        bases = bases[inputs.row_seq]
         loaded = step.ops.cache_load(cache, torch.cat(ratio.entries))
         index = (topk + bases[:, None]).masked_fill(absent, -1)
     else:
@@ -144,3 +205,20 @@ def gather_selected(step: Step, kv_source: int, index_source: int) -> tuple[Tens
         loaded = F.pad(loaded, (0, 0, 0, 1))
     step.selected[kv_source, index_source] = (loaded, index)
     return loaded, index
+
+
+def selected_entries(step: Step, kv_source: int, index_source: int) -> Tensor:
+    """Return each row's selected entries [T, K] as flat entries of the source's cache, -1 padded.
+
+    Layers that share source and selection share the result.
+    """
+    kept = step.entries.get((kv_source, index_source))
+    if kept is not None:
+        return kept
+    inputs, topk = step.inputs, step.topk[index_source]
+    ratio = inputs.ratios[step.config.layers[kv_source].ratio]
+    held = topk.clamp(min=0)
+    page = ratio.blocks[inputs.row_seq[:, None], held // ratio.per_block]
+    flat = (page * ratio.per_block + held % ratio.per_block).masked_fill_(topk < 0, -1)
+    step.entries[kv_source, index_source] = flat
+    return flat

@@ -111,7 +111,8 @@ class RatioInputs:
     counts        per sequence: entries that its last row sees
     blocks        [B, width]  block tables, padded with 0
     per_block     entries of one block
-    max_visible   largest of `visible`
+    max_visible   largest of `visible`, or a number that it does not exceed
+    bases         per sequence: entries of those before it; None = not laid out
     """
 
     visible: Tensor
@@ -122,6 +123,7 @@ class RatioInputs:
     blocks: Tensor
     per_block: int
     max_visible: int
+    bases: Tensor | None = None
 
     @cached_property
     def table(self) -> Tensor:
@@ -154,6 +156,10 @@ class ModelInputs:
     replay        what the decoder half runs instead, None = the same
     context       what comes from ranks that share the step, None when there are none; then rows are
                   this rank's, and what is stored may be more
+    paged         layers read compressed entries through the block tables, whose row `row_seq` is a
+                  row's own; nothing is brought together by sequence
+    live          [T] bool, rows that count; the others are padding that no layer needs to compute.
+                  None = all
     """
 
     decode: bool
@@ -173,6 +179,8 @@ class ModelInputs:
     engram: History | None
     replay: Replay | None = None
     context: ContextRows | None = None
+    paged: bool = False
+    live: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +453,7 @@ def _build(
             blocks=device_blocks,
             per_block=per_block,
             max_visible=int(visible.max()),
+            bases=put(np.concatenate([[0], np.cumsum(visible[cu_rows[1:] - 1])])),
         )
     engram = layout.engram_tail
     saved = _saved(sequences, cu_rows, window, ring) if any_saves else None

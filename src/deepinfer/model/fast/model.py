@@ -317,4 +317,5 @@ class FastModel:
                 ratio: cos_sin(part.emit_starts, compressed)
                 for ratio, part in inputs.ratios.items()
             },
+            live=inputs.live,
         )

@@ -45,7 +45,7 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
             config.swiglu_limit,
             quantize,
         )
-    groups = group(chosen, weight, held)
+    groups = group(chosen, weight, held, step.live)
     quantized = step.act_quantized(x, "act8")
     routed = _expert(
         step,

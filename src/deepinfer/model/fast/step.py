@@ -43,6 +43,7 @@ class Pass:
 
     rotation  layers with compressed KV or without -> rotation of the rows
     trace     name -> one value per layer that produces it, None when nothing is traced
+    live      [T] bool, rows whose experts run; None = all
     """
 
     config: ModelConfig
@@ -50,6 +51,7 @@ class Pass:
     numerics: Numerics
     rotation: dict[bool, Rotation]
     trace: MutableMapping[str, list[Tensor]] | None
+    live: Tensor | None = field(default=None, kw_only=True)
 
     def note(self, name: str, value: Tensor) -> None:
         """Keep one layer's value when the pass is traced."""
@@ -69,6 +71,7 @@ class Step(Pass):
     topk           index source -> [T, K] sequence-local entries, -1 padded
     candidates     [T, blocks] sequence-local candidate blocks, -1 padded; None = all
     selected       (KV source, index source) -> dequantized entries and [T, K] indices into them
+    entries        (KV source, index source) -> [T, K] flat cache entries, -1 padded
     compressed     the entries of every layer to come are stored already
     """
 
@@ -78,4 +81,5 @@ class Step(Pass):
     topk: dict[int, Tensor] = field(default_factory=dict)
     candidates: Tensor | None = None
     selected: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    entries: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     compressed: bool = False
