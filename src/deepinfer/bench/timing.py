@@ -20,6 +20,7 @@ __all__ = ["Clock", "Timing", "make_clock", "num_sets", "single_sets"]
 ROTATION_BYTES: Final = 256_000_000
 """What one rotation covers where the op is large enough; an H200 caches 60 MB."""
 _MOST_SETS: Final = 64
+_SPARE_BYTES: Final = 4 << 30
 _REPLAY_US: Final = 2500.0
 _PART_US: Final = 100e3
 """What one part of a measurement takes at most."""
@@ -80,6 +81,7 @@ class Clock:
         self._next = 0
         self.steady = False
         self.mode = "clock"
+        self.why = ""  # a graph could not be captured
         self.per_replay = 1
 
     def burst(self) -> None:
@@ -113,6 +115,11 @@ class Clock:
             sets=len(self._calls),
         )
 
+    def run(self) -> None:
+        """Run once, as timed: a replay of `per_replay` calls, or one call."""
+        self._calls[self._next % len(self._calls)]()
+        self._next += 1
+
     def close(self) -> None:
         """Let go of what timing needed."""
 
@@ -124,17 +131,15 @@ class Clock:
         return found
 
     def _round(self) -> float:
-        call = self._calls[self._next % len(self._calls)]
-        self._next += 1
         start = time.perf_counter()
-        call()
+        self.run()
         return (time.perf_counter() - start) * 1e6
 
 
 class _CudaClock(Clock):
     """Replays a graph of many calls, or single calls where capturing fails."""
 
-    def __init__(self, calls: Sequence[Call], flops: float) -> None:
+    def __init__(self, calls: Sequence[Call], flops: float, most_calls: int) -> None:
         super().__init__(calls, flops)
         self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -143,7 +148,7 @@ class _CudaClock(Clock):
             call()
         torch.cuda.synchronize()
         estimate = self._between(lambda: [call() for call in calls]) / len(calls)
-        count = max(len(calls), min(_MOST_SETS, int(_REPLAY_US / max(estimate, 1.0))), 1)
+        count = max(len(calls), min(most_calls, int(_REPLAY_US / max(estimate, 1.0))), 1)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._graph = self._captured(count)
         if self._graph is not None:
@@ -152,6 +157,8 @@ class _CudaClock(Clock):
         torch.cuda.synchronize()
 
     def _captured(self, count: int) -> torch.cuda.CUDAGraph | None:
+        if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _SPARE_BYTES:
+            torch.cuda.empty_cache()  # a graph has memory of its own
         graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -162,7 +169,8 @@ class _CudaClock(Clock):
                 with torch.cuda.graph(graph, stream=side):
                     for i in range(count):
                         self._calls[i % len(self._calls)]()
-        except Exception:  # whatever the call did not allow inside a capture
+        except Exception as error:  # whatever the call did not allow inside a capture
+            self.why = " ".join(str(error).split())[:160]
             torch.cuda.synchronize()
             return None
         torch.cuda.current_stream().wait_stream(side)
@@ -180,21 +188,26 @@ class _CudaClock(Clock):
         torch.cuda.synchronize()
         return float(self._start.elapsed_time(self._end)) * 1e3
 
-    def _run(self) -> None:
+    def run(self) -> None:
         if self._graph is not None:
             self._graph.replay()
         else:
-            self._calls[self._next % len(self._calls)]()
-            self._next += 1
+            super().run()
 
     def _round(self) -> float:
-        return self._between(self._run) / self.per_replay
+        return self._between(self.run) / self.per_replay
 
 
-def make_clock(calls: Sequence[Call], flops: float, device: torch.device) -> Clock:
-    """Return a clock for calls that each use their own buffers; runs them once or more."""
+def make_clock(
+    calls: Sequence[Call], flops: float, device: torch.device, most_calls: int = _MOST_SETS
+) -> Clock:
+    """Return a clock for calls that each use their own buffers; runs them once or more.
+
+    flops       of a call; says whether it loads the card
+    most_calls  of a graph, where they are short
+    """
     assert calls, "nothing to time"
     if device.type == "cuda":
-        return _CudaClock(calls, flops)
+        return _CudaClock(calls, flops, most_calls)
     calls[0]()
     return Clock(calls, flops)

@@ -95,6 +95,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     add_settings(balance)
     balance.set_defaults(func=run)
     _add_kernels(forms)
+    _add_steps(forms)
     speculation = forms.add_parser(
         "speculation",
         help="simulate choosing verified drafts",
@@ -141,6 +142,167 @@ def _add_kernels(forms: SubParsers[argparse.ArgumentParser]) -> None:
     kernels.set_defaults(func=_run_kernels)
 
 
+_RELEASED: Final = "released"
+
+
+def _add_steps(forms: SubParsers[argparse.ArgumentParser]) -> None:
+    """Register the forms that run whole steps of models of random weights."""
+    about = {
+        "layer": "Time a decode step of a few layers, each kind of layer by itself.",
+        "decode": "Time a decode step of a whole model: forward pass, greedy choice, drafts.",
+        "prefill": "Time a chunk of a prompt.",
+        "slice": "Run one rank of N at the model's dimensions: rows of other ranks are made up, "
+        "acceptance is set, the network is a model that is stated apart.",
+    }
+    for form, text in about.items():
+        parser = forms.add_parser(
+            form,
+            help=text.partition(":")[0].rstrip(".").lower(),
+            description=f"{text} Weights are random and made on the device, caches hold random "
+            "bytes; no checkpoint is needed.",
+        )
+        parser.add_argument(
+            "--dims",
+            default=_RELEASED,
+            metavar="WHICH",
+            help=f"'{_RELEASED}', '{GOLDEN_MODEL}', '{DEMO_MODEL}', a checkpoint folder or a "
+            f"config.json, for the dimensions alone ({_RELEASED})",
+        )
+        parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+        depth = 7 if form == "layer" else None
+        parser.add_argument(
+            "--depth",
+            type=positive,
+            default=depth,
+            metavar="N",
+            help=f"layers, evenly chosen ({depth or 'all'})",
+        )
+        default = 1 if form == "prefill" else 32
+        parser.add_argument(
+            "--sequences",
+            type=positive,
+            action="append",
+            metavar="N",
+            help=f"sequences of a step; repeatable ({default})",
+        )
+        rows = 4096 if form == "prefill" else 6
+        parser.add_argument(
+            "--rows",
+            type=positive,
+            metavar="N",
+            help=f"rows of each sequence in a step ({rows}"
+            + (", 4096 with --prefill)" if form == "slice" else ")"),
+        )
+        context = 131072 if form in ("decode", "slice") else 8192 if form == "layer" else 0
+        parser.add_argument(
+            "--context",
+            type=int,
+            default=context,
+            metavar="N",
+            help=f"cached tokens of each sequence ({context})",
+        )
+        parser.add_argument(
+            "--ranks",
+            type=positive,
+            default=8 if form in ("slice", "layer") else 1,
+            metavar="N",
+            help="hold the experts of one rank of N (%(default)s)",
+        )
+        if form in ("prefill", "slice"):
+            parser.add_argument(
+                "--replay",
+                choices=("off", "compact"),
+                default="compact" if form == "slice" else "off",
+                help="what the decoder half runs of a prompt (%(default)s)",
+            )
+            parser.add_argument(
+                "--keep",
+                type=positive,
+                default=140,
+                metavar="N",
+                help="positions that it runs under compact (%(default)s)",
+            )
+        if form == "slice":
+            _add_slice(parser)
+        parser.add_argument("--no-drafts", action="store_true", help="leave the draft blocks out")
+        parser.add_argument(
+            "--no-split", action="store_true", help="time the step only, without its ops"
+        )
+        parser.add_argument("--out", metavar="FILE", help="add the records to this file, as JSONL")
+        parser.set_defaults(func=_run_steps)
+
+
+def _add_slice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mode",
+        choices=("fold", "replay"),
+        default="replay",
+        help="where rows of other ranks come from (%(default)s)",
+    )
+    parser.add_argument(
+        "--hot",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="rows of this rank over the mean of all (%(default)s)",
+    )
+    parser.add_argument(
+        "--accepted",
+        type=float,
+        default=3.29,
+        metavar="X",
+        help="tokens that a sequence gains in a step (%(default)s)",
+    )
+    parser.add_argument("--prefill", action="store_true", help="a prompt's chunk, not decoding")
+    for name, value, what in (
+        ("--dispatch-us", 20.0, "latency of sending rows"),
+        ("--combine-us", 25.0, "latency of sending results back"),
+        ("--gb-s", 350.0, "rate of a rank's link, 1e9 bytes a second"),
+    ):
+        parser.add_argument(
+            name, type=float, default=value, metavar="X", help=f"{what} (%(default)s)"
+        )
+
+
+def _run_steps(args: argparse.Namespace) -> int:
+    from deepinfer.bench.slices import Fabric, Slice
+    from deepinfer.bench.steps import Asked, measure_slice, measure_steps, step_table
+    from deepinfer.config.load import load_model_config, released_config
+
+    config = released_config()
+    if args.dims != _RELEASED:
+        is_file = Path(args.dims).expanduser().is_file()
+        config = load_model_config(args.dims if is_file else resolve_model(args.dims))
+    out = None if args.out is None else Path(args.out).expanduser()
+    if out is not None:
+        append(out, [])
+    prefill = args.form == "prefill" or (args.form == "slice" and args.prefill)
+    asked = Asked(
+        depth=args.depth,
+        sequences=tuple(args.sequences or (1 if prefill else 32,)),
+        rows=args.rows or (4096 if prefill else 6),
+        context=0 if prefill and args.form == "slice" else args.context,
+        ranks=args.ranks,
+        replay=args.replay if prefill else "off",
+        keep=args.keep if prefill else 140,
+        drafts=not args.no_drafts,
+        split=not args.no_split,
+    )
+    if args.form == "slice":
+        plan = Slice(ranks=args.ranks, mode=args.mode, hot=args.hot)
+        fabric = Fabric(dispatch_us=args.dispatch_us, combine_us=args.combine_us, gb_s=args.gb_s)
+        records = measure_slice(
+            config, args.device, asked, plan, fabric, args.accepted, prefill, note
+        )
+    else:
+        records = measure_steps(args.form, config, args.device, asked, note)
+    if out is not None:
+        append(out, records)
+        note(f"{out}: {len(records)} records added")
+    print(step_table(records))
+    return 0
+
+
 def _run_kernels(args: argparse.Namespace) -> int:
     from deepinfer.bench.kernelreport import kernel_table
     from deepinfer.bench.kernels import measure_kernels
@@ -176,9 +338,12 @@ def _show(file: Path) -> str:
     """Lay out what a file holds, whichever suite wrote it."""
     from deepinfer.bench.kernelreport import kernel_table
     from deepinfer.bench.kernels import read_record
+    from deepinfer.bench.steps import read_step, step_table
 
     with suppress(ConfigError):
         return kernel_table(read_lines(file, read_record))
+    with suppress(ConfigError):
+        return step_table(read_lines(file, read_step))
     return table(read(file))
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "load_model_config",
     "log_level",
     "read_json",
+    "released_config",
     "resolve_model",
 ]
 
@@ -93,6 +94,11 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
     raise ConfigError(
         f"model '{model}' {what}; expected a checkpoint folder with a config.json, or {names}"
     )
+
+
+def released_config() -> ModelConfig:
+    """Return the config of the released model, for its dimensions; no weights come with it."""
+    return load_model_config(str(files("deepinfer") / "data" / "released" / "config.json"))
 
 
 def load_model_config(path: str | os.PathLike[str]) -> ModelConfig:
