@@ -11,6 +11,8 @@ void copies_wait() {}
 inline void product_begin() {}
 inline void product_end() {}
 inline void product_wait() {}
+template <typename T>
+void settle(T&) {}
 inline void shared_to_products() {}
 
 inline uint32_t pick(uint32_t low, uint32_t high, uint32_t selector) {

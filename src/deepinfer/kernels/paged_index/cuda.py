@@ -1,0 +1,107 @@
+"""Index scores in CUDA C++ for SM90a: FP4 keys decoded into registers, FP8 warp-group products.
+
+`scores.cu` says how. What its contract leaves out runs in Triton: other dimensions than 32 heads of
+128, keys that are not FP4, queries in fp32, and the rounding of every part ("reference").
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvcc
+from deepinfer.kernels.paged_index import triton
+
+if TYPE_CHECKING:
+    from deepinfer.kernels.cache_io import PagedCache
+
+__all__ = ["accepts", "paged_index_score"]
+
+SOURCE: Final = Path(__file__).with_name("scores.cu")
+TILE: Final = 64  # keys of one product
+SLOTS: Final = 132 * 3 * 2  # pieces of work that fill the card twice
+
+
+def _power(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def accepts(
+    q: Tensor, weight: Tensor, cache: PagedCache, blocks: Tensor | None, size: int, rounding: str
+) -> bool:
+    """Whether the kernel takes a call: the published dimensions, FP4 entries of aligned pieces."""
+    scales = cache.scales
+    return (
+        q.dtype == torch.bfloat16
+        and tuple(q.shape[1:]) == (32, 128)
+        and weight.dtype in (torch.bfloat16, torch.float32)
+        and cache.format == "index_fp4"
+        and scales is not None
+        and rounding != "reference"
+        and _power(cache.codes.shape[1])
+        and cache.codes.stride(2) == scales.stride(2) == 1
+        and all(n % 16 == 0 for n in (cache.codes.data_ptr(), *cache.codes.stride()[:2]))
+        and all(n % 4 == 0 for n in (scales.data_ptr(), *scales.stride()[:2]))
+        and (blocks is None or _power(size))
+    )
+
+
+def rows_each(num_rows: int, num_sequences: int) -> int:
+    """How many neighbouring rows share a read of the keys.
+
+    A guess that costs time only: rows of different sequences that meet in a group are scored one
+    after the other. It depends on nothing that changes between replays of a recorded step.
+    """
+    most = -(-num_rows // max(1, num_sequences))
+    return next(n for n in (1, 2, 4, 6, 8) if n >= min(most, 8))
+
+
+def paged_index_score(
+    q: Tensor,
+    weight: Tensor,
+    cache: PagedCache,
+    table: Tensor,
+    rows: Tensor,
+    visible: Tensor,
+    blocks: Tensor | None,
+    block_size: int,
+    num_entries: int,
+    rounding: str,
+    *,
+    each: int | None = None,
+    chunk: int | None = None,
+    variant: int = 0,
+) -> Tensor:
+    """As the reference, in bf16 where `rounding` is "final": the same values in half the bytes.
+
+    each   rows that share a read of the keys, 1, 2, 4, 6 or 8
+    chunk  keys of one block of threads, a multiple of 64
+    """
+    if not accepts(q, weight, cache, blocks, block_size, rounding):
+        return triton.paged_index_score(
+            q, weight, cache, table, rows, visible, blocks, block_size, num_entries, rounding
+        )
+    assert cache.scales is not None
+    num_rows, codes, scales = q.shape[0], cache.codes, cache.scales
+    table = table if table.stride(1) == 1 else table.contiguous()
+    num_blocks = 0 if blocks is None else blocks.shape[1]
+    columns = num_entries if blocks is None else num_blocks * block_size
+    dtype = torch.bfloat16 if rounding == "final" else torch.float32
+    out = torch.empty(num_rows, -(-columns // 8) * 8, dtype=dtype, device=q.device)
+    each = each or rows_each(num_rows, table.shape[0])
+    groups = num_rows if blocks is not None else -(-num_rows // each)
+    if chunk is None:
+        tiles = -(-columns // TILE) * groups // SLOTS
+        chunk = TILE * max(4, min(128, tiles))
+    q, weight, rows, visible = (x.contiguous() for x in (q, weight, rows, visible))
+    nvcc.call(
+        nvcc.load(SOURCE), "index_scores", q.device, q, weight, weight.element_size(),
+        codes, codes.stride(0), codes.stride(1), scales, scales.stride(0), scales.stride(1),
+        codes.shape[1].bit_length() - 1, table, table.stride(0), rows, visible,
+        None if blocks is None else blocks.contiguous(), num_blocks, block_size.bit_length() - 1,
+        out, out.element_size(), out.stride(0), num_rows, num_entries, each, chunk, variant,
+    )  # fmt: skip
+    return out[:, :columns]

@@ -1,0 +1,447 @@
+// Index scores of FP4 keys where they lie in the cache: 32 heads of 128.
+//
+// One warp group takes R rows of one sequence and a stretch of keys, 64 at a time. Keys are the
+// rows of the product and are decoded into registers, R x 32 queries lie in shared memory. Both
+// are e5m2: a code times a power of two relative to the largest group of its vector, exact within
+// 25 binades; what lies further below counts as zero. The order of the 128 dimensions is free, so
+// each thread decodes 16 bytes of one group: thread l % 4 = c holds group c, and byte b of half h
+// of step s is dimension 32 c + 8 s + 4 h + b.
+//
+// Raw keys travel through a ring in shared memory that every thread fills for itself alone, so no
+// barrier stands in the loop; what overlaps product and arithmetic are the other blocks of the
+// multiprocessor.
+
+#ifdef HOST_TWIN
+#include "cuda_host.h"
+#include "cuda_host_wgmma.h"
+#else
+#include <cuda_runtime.h>
+#include "wgmma.cuh"
+#define LAUNCH(kernel, grid, block, shared, stream, ...) \
+  kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
+#define SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+#endif
+
+#include <cstdint>
+
+namespace {
+
+using u16 = uint16_t;
+using u32 = uint32_t;
+constexpr u32 kFull = 0xFFFFFFFFu;
+constexpr int kHeads = 32, kDim = 128, kTile = 64, kThreads = 128, kStages = 4;
+constexpr int kStageBytes = kThreads * 40;
+constexpr int kTop = 12;  // power of two that the largest group of a key is moved to
+
+struct Cache {
+  const unsigned char* codes;   // entry: 64 bytes, 16-byte aligned
+  const unsigned char* scales;  // entry: 4 bytes, 4-byte aligned
+  int64_t code_block, code_entry, scale_block, scale_entry;  // strides in bytes
+  int log_entries;              // entries of a block = 1 << log_entries
+};
+
+#ifndef HOST_TWIN
+__device__ inline void copy16(void* to, const void* from) {
+  const u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+}
+__device__ inline void copy4(void* to, const void* from) {
+  const u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(from) : "memory");
+}
+__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ inline void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+__device__ inline u32 pick(u32 low, u32 high, u32 selector) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(selector));
+  return r;
+}
+__device__ inline u32 e5m2_pair(float low, float high) {
+  u16 r;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ inline uint64_t descriptor(const void* tile) {
+  const uint64_t at = static_cast<u32>(__cvta_generic_to_shared(tile));
+  return (at & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+__device__ inline void product_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void product_end() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+__device__ inline void product_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+// Nothing that reads or reuses a register of a product may move in front of the wait.
+__device__ inline void settle(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+__device__ inline void settle(u32& x) { asm volatile("" : "+r"(x)::"memory"); }
+__device__ inline void shared_to_products() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline u16 bf16_bits(float x) {
+  u16 r;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
+  return r;
+}
+#endif
+
+__device__ inline void put(float* p, float x) { *p = x; }
+__device__ inline void put(u16* p, float x) { *p = bf16_bits(x); }
+__device__ inline float value(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+__device__ inline float value(float x) { return x; }
+
+// Sixteen bytes of FP4 codes of one group as e5m2: words[s][h] of the four steps.
+// `shift` = place of the group below the top, 0..25; negative: the group counts as zero.
+__device__ inline void decode(const uint4& codes, int shift, u32 (&words)[4][2]) {
+  const u32 by = shift < 0 ? 0u : static_cast<u32>(shift);
+  const u32 low = shift < 0 ? 0u : 0x0A080400u + by * 0x04040400u;
+  const u32 high = shift < 0 ? 0u : 0x12100E0Cu + by * 0x04040404u;
+  const u32 packed[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    const u32 x = packed[s], sizes = x & 0x77777777u;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // A selector's top bit repeats the sign of the byte: 0x80 becomes 0xFF where it is set.
+      const u32 signs = pick(0x80808080u, 0x80808080u, h ? x >> 16 : x);
+      words[s][h] = pick(low, high, h ? sizes >> 16 : sizes) | (signs << 1 & 0x80808080u);
+    }
+  }
+}
+
+__device__ inline int largest_byte(u32 x) {
+  const u32 a = max(x & 0xFFu, x >> 8 & 0xFFu), b = max(x >> 16 & 0xFFu, x >> 24);
+  return static_cast<int>(max(a, b));
+}
+
+// Where a compact position lies: `candidates` holds blocks of 1 << log_size entries, or is null.
+__device__ inline int place_of(const int64_t* candidates, int log_size, int position) {
+  if (!candidates) return position;
+  const int64_t block = candidates[position >> log_size];
+  if (block < 0) return -1;
+  return static_cast<int>(block << log_size) + (position & ((1 << log_size) - 1));
+}
+
+constexpr u32 kNothing = 0xFF800000u;  // -inf
+
+// -inf in columns from..end-1 of rows begin..stop-1; from is a multiple of 64, rows are aligned.
+template <typename O>
+__device__ void fill(O* out, int64_t stride, int begin, int stop, int from, int end) {
+  constexpr int kPer = 16 / sizeof(O);
+  const u32 word = sizeof(O) == 2 ? kNothing | kNothing >> 16 : kNothing;
+  for (int row = begin; row < stop; ++row) {
+    O* line = out + row * stride;
+    for (int i = from + threadIdx.x * kPer; i < end; i += kThreads * kPer) {
+      if (i + kPer <= end) {
+        *reinterpret_cast<uint4*>(line + i) = make_uint4(word, word, word, word);
+      } else {
+        for (int j = i; j < end; ++j) put(line + j, __uint_as_float(kNothing));
+      }
+    }
+  }
+}
+
+template <int R, typename W, typename O, int BLOCKS, bool CANDIDATES, bool AHEAD>
+__global__ void __launch_bounds__(kThreads, BLOCKS)
+scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
+              int64_t table_stride, const int64_t* sequence, const int64_t* visible,
+              const int64_t* candidates, int num_candidates, int log_size, O* out,
+              int64_t out_stride, int num_rows, int entries, int chunk) {
+  constexpr int N = R * kHeads, kPairs = R > 1 ? R / 2 : 1;
+  SHARED(memory);
+  unsigned char* queries = memory;                          // N rows of 128 bytes
+  float* factors = reinterpret_cast<float*>(memory + N * kDim);  // [R][4][8]
+  unsigned char* ring = memory + N * kDim + N * 4;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, c = tid % 4;
+  const int first_row = blockIdx.y * R;
+
+  // Queries: four threads a head, each one group of 32 dimensions.
+  for (int n = tid / 4; n < N; n += kThreads / 4) {
+    const int row = first_row + n / kHeads, head = n % kHeads;
+    uint4 raw[4];
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      raw[s] = make_uint4(0, 0, 0, 0);
+      if (row < num_rows) {
+        const int64_t at = (static_cast<int64_t>(row) * kHeads + head) * kDim + c * 32 + s * 8;
+        raw[s] = *reinterpret_cast<const uint4*>(q + at);
+      }
+    }
+    u32 largest = 0;  // bits of the magnitude
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const u32 words[4] = {raw[s].x, raw[s].y, raw[s].z, raw[s].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        largest = max(largest, max(words[i] & 0x7FFFu, words[i] >> 16 & 0x7FFFu));
+      }
+    }
+    largest = max(largest, __shfl_xor_sync(kFull, largest, 1));
+    largest = max(largest, __shfl_xor_sync(kFull, largest, 2));
+    // The largest moves to [2^13, 2^14); a head of zeros, or of nearly nothing, stays zero.
+    const int exponent = static_cast<int>(largest >> 7);
+    const bool held = exponent >= 14 && exponent <= 240;
+    const float up = held ? __uint_as_float(static_cast<u32>(127 + 13 - (exponent - 127)) << 23) : 0.f;
+    const float down = held ? __uint_as_float(static_cast<u32>(exponent - 13) << 23) : 0.f;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const u32 words[4] = {raw[s].x, raw[s].y, raw[s].z, raw[s].w};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        u32 packed = 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const u32 w = words[2 * h + i];
+          const float a = __uint_as_float(w << 16) * up, b = __uint_as_float(w & 0xFFFF0000u) * up;
+          packed |= e5m2_pair(a, b) << 16 * i;
+        }
+        const int piece = 2 * s + h;
+        *reinterpret_cast<u32*>(queries + n * kDim + ((piece ^ (n & 7)) << 4) + c * 4) = packed;
+      }
+    }
+    if (c == 0) {
+      const float w = row < num_rows ? value(weight[static_cast<int64_t>(row) * kHeads + head]) : 0.f;
+      // Column 8 j + 2 c + e of a row belongs to thread c: [row][c][2 j + e].
+      factors[(n / kHeads * 4 + head % 8 / 2) * 8 + head / 8 * 2 + head % 2] = w * down;
+    }
+  }
+  shared_to_products();
+  __syncthreads();
+  const uint64_t tile_b = descriptor(queries);
+
+  // Rows of one sequence at a time; mostly that is all of them.
+  const int last_row = min(first_row + R, num_rows);
+  for (int begin = first_row; begin < last_row;) {
+    const int64_t owner = sequence[begin];
+    int stop = begin, limit = 0;
+    while (stop < last_row && sequence[stop] == owner) {
+      limit = max(limit, static_cast<int>(min(visible[stop], static_cast<int64_t>(entries))));
+      ++stop;
+    }
+    const int64_t* pages = table + owner * table_stride;
+    const int64_t* chosen = CANDIDATES ? candidates + static_cast<int64_t>(begin) * num_candidates : nullptr;
+    const int seen = limit;
+    if (CANDIDATES) limit = num_candidates << log_size;
+    const int from = blockIdx.x * chunk, end = min(from + chunk, CANDIDATES ? limit : entries);
+    const int to = min(end, limit);  // nobody sees what lies beyond
+    const int num_tiles = to > from ? (to - from + kTile - 1) / kTile : 0;
+    int sees[kPairs];  // entries that this thread's rows see
+#pragma unroll
+    for (int r = 0; r < kPairs; ++r) {
+      const int row = first_row + r + (R > 1 && (c & 2) ? R / 2 : 0);
+      sees[r] = row >= begin && row < stop ? static_cast<int>(min(visible[row], static_cast<int64_t>(entries))) : 0;
+    }
+    const int own = warp * 16 + lane / 4;  // and 8 further
+
+    auto fetch = [&](int tile) {
+      unsigned char* stage = ring + tile % kStages * kStageBytes;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int position = min(from + tile * kTile + own + 8 * i, to - 1);
+        int key = CANDIDATES ? place_of(chosen, log_size, position) : position;
+        if (CANDIDATES && (key < 0 || key >= seen)) key = 0;
+        const int64_t block = pages[key >> cache.log_entries];
+        const int inside = key & ((1 << cache.log_entries) - 1);
+        const unsigned char* codes = cache.codes + block * cache.code_block + inside * cache.code_entry;
+        const unsigned char* scales =
+            cache.scales + block * cache.scale_block + inside * cache.scale_entry;
+        copy16(stage + (i * kThreads + tid) * 16, codes + c * 16);
+        copy4(stage + 2 * kThreads * 16 + (i * kThreads + tid) * 4, scales);
+      }
+    };
+    const bool any = seen > 0;  // else no key may be read, and every candidate is absent
+#pragma unroll
+    for (int t = 0; t < kStages - 1; ++t) {
+      if (t < num_tiles && any) fetch(t);
+      copies_end();
+    }
+    u32 a[4][4];
+    float scale[2];
+    auto unpack = [&](int tile, u32 (&into)[4][4], float (&scales_of)[2]) {
+      const unsigned char* stage = ring + tile % kStages * kStageBytes;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 codes = *reinterpret_cast<const uint4*>(stage + (i * kThreads + tid) * 16);
+        const u32 scales =
+            *reinterpret_cast<const u32*>(stage + 2 * kThreads * 16 + (i * kThreads + tid) * 4);
+        const int largest = largest_byte(scales);
+        const int mine = static_cast<int>(scales >> 8 * c & 0xFFu);
+        u32 words[4][2];
+        decode(codes, mine - largest + 13 + kTop, words);
+#pragma unroll
+        for (int s = 0; s < 4; ++s) into[s][i] = words[s][0], into[s][2 + i] = words[s][1];
+        scales_of[i] = __uint_as_float(largest > kTop ? static_cast<u32>(largest - kTop) << 23 : 0u);
+      }
+    };
+    if (AHEAD) {
+      copies_wait<kStages - 2>();
+      unpack(0, a, scale);
+    }
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      if (!AHEAD) {
+        copies_wait<kStages - 2>();
+        unpack(tile, a, scale);
+      }
+      float d[N / 2];
+      product_begin();
+#pragma unroll
+      for (int s = 0; s < 4; ++s) Wgmma<N>::run(d, a[s], tile_b + 2 * s, s > 0);
+      product_end();
+      if (tile + kStages - 1 < num_tiles && any) fetch(tile + kStages - 1);
+      copies_end();
+      u32 next[4][4];
+      float next_scale[2];
+      if (AHEAD) {  // the next tile is decoded while the product runs
+        copies_wait<kStages - 2>();
+        unpack(tile + 1, next, next_scale);
+      }
+      product_wait();
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) settle(d[i]);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) settle(a[i / 4][i % 4]);
+
+      // relu, head weights, sum over this thread's heads and then over four threads.
+      float part[R];
+      const bool odd = c & 1, upper = c & 2;
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const float4* w = reinterpret_cast<const float4*>(factors + (r * 4 + c) * 8);
+        const float4 w0 = w[0], w1 = w[1];
+        const float ws[8] = {w0.x, w0.y, w0.z, w0.w, w1.x, w1.y, w1.z, w1.w};
+        float s0 = 0.f, s1 = 0.f;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            s0 = fmaf(fmaxf(d[(r * 4 + j) * 4 + e], 0.f), ws[2 * j + e], s0);
+            s1 = fmaf(fmaxf(d[(r * 4 + j) * 4 + 2 + e], 0.f), ws[2 * j + e], s1);
+          }
+        }
+        const float keep = odd ? s1 : s0, send = odd ? s0 : s1;
+        part[r] = keep + __shfl_xor_sync(kFull, send, 1);
+      }
+      const int position = from + tile * kTile + own + (odd ? 8 : 0);
+      const float factor = odd ? scale[1] : scale[0];
+      const int key = CANDIDATES && position < to ? place_of(chosen, log_size, position) : position;
+#pragma unroll
+      for (int r = 0; r < kPairs; ++r) {
+        float sum;
+        int row = first_row + r;
+        if (R == 1) {
+          sum = part[0] + __shfl_xor_sync(kFull, part[0], 2);
+        } else {
+          const float keep = upper ? part[r + R / 2] : part[r];
+          const float send = upper ? part[r] : part[r + R / 2];
+          sum = keep + __shfl_xor_sync(kFull, send, 2);
+          row += upper ? R / 2 : 0;
+        }
+        sum *= factor;
+        if (key < 0 || key >= sees[r]) sum = __uint_as_float(kNothing);
+        if (position < end && row >= begin && row < stop && (R > 1 || !upper)) {
+          put(out + row * out_stride + position, sum);
+        }
+      }
+      if (AHEAD) {
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[s][i] = next[s][i];
+        }
+        scale[0] = next_scale[0], scale[1] = next_scale[1];
+      }
+    }
+    fill(out, out_stride, begin, stop, from + num_tiles * kTile, end);
+    copies_wait<0>();
+    begin = stop;
+  }
+}
+
+template <int R, typename W, typename O, int BLOCKS, bool CANDIDATES, bool AHEAD>
+int run(const void* q, const void* weight, const Cache& cache, const void* table,
+        long long table_stride, const void* sequence, const void* visible, const void* candidates,
+        long long num_candidates, int log_size, void* out, long long out_stride,
+        long long num_rows, long long entries, long long chunk, cudaStream_t stream) {
+  const int bytes = R * kHeads * (kDim + 4) + kStages * kStageBytes;
+  auto kernel = scores_kernel<R, W, O, BLOCKS, CANDIDATES, AHEAD>;
+  const long long length = CANDIDATES ? num_candidates << log_size : entries;
+#ifndef HOST_TWIN
+  if (bytes > 48 * 1024) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (status != cudaSuccess) return static_cast<int>(status);
+  }
+#endif
+  const dim3 grid(static_cast<unsigned>((length + chunk - 1) / chunk),
+                  static_cast<unsigned>((num_rows + R - 1) / R));
+  LAUNCH(kernel, grid, dim3(kThreads), bytes, stream, static_cast<const u16*>(q),
+         static_cast<const W*>(weight), cache, static_cast<const int64_t*>(table),
+         static_cast<int64_t>(table_stride), static_cast<const int64_t*>(sequence),
+         static_cast<const int64_t*>(visible), static_cast<const int64_t*>(candidates),
+         static_cast<int>(num_candidates), log_size, static_cast<O*>(out),
+         static_cast<int64_t>(out_stride), static_cast<int>(num_rows), static_cast<int>(entries),
+         static_cast<int>(chunk));
+#ifdef HOST_TWIN
+  return 0;
+#else
+  return static_cast<int>(cudaGetLastError());
+#endif
+}
+
+}  // namespace
+
+// q [rows, 32, 128] bf16 on the FP4 grid, weight [rows, 32] bf16 (weight_size 2) or fp32,
+// table [sequences, width] of blocks, sequence and visible [rows], all int64;
+// out bf16 (out_size 2) or fp32 [rows, ...] with out_stride elements a row, 16-byte aligned; -inf
+// where a row sees nothing.
+// rows_each: rows that share a read of the keys: 1, 2, 4, 6 or 8. candidates null, or [rows, K].
+extern "C" int index_scores(const void* q, const void* weight, long long weight_size,
+                            const void* codes, long long code_block, long long code_entry,
+                            const void* scales, long long scale_block, long long scale_entry,
+                            long long log_entries, const void* table, long long table_stride,
+                            const void* sequence, const void* visible, const void* candidates,
+                            long long num_candidates, long long log_size, void* out,
+                            long long out_size, long long out_stride, long long num_rows,
+                            long long entries, long long rows_each, long long chunk,
+                            long long variant, cudaStream_t stream) {
+  const Cache cache{static_cast<const unsigned char*>(codes),
+                    static_cast<const unsigned char*>(scales),
+                    code_block, code_entry, scale_block, scale_entry,
+                    static_cast<int>(log_entries)};
+#define RUN(R, W, O, BLOCKS, CANDIDATES, AHEAD)                                                   \
+  return run<R, W, O, BLOCKS, CANDIDATES, AHEAD>(q, weight, cache, table, table_stride, sequence, \
+                                                 visible, candidates, num_candidates,            \
+                                                 static_cast<int>(log_size), out, out_stride,    \
+                                                 num_rows, entries, chunk, stream)
+#define TYPES(...)                                                         \
+  do {                                                                     \
+    if (weight_size == 2 && out_size == 2) RUN_WITH(u16, u16, __VA_ARGS__); \
+    if (weight_size == 2) RUN_WITH(u16, float, __VA_ARGS__);               \
+    if (out_size == 2) RUN_WITH(float, u16, __VA_ARGS__);                  \
+    RUN_WITH(float, float, __VA_ARGS__);                                   \
+  } while (false)
+#define RUN_WITH(W, O, R, BLOCKS, CANDIDATES, AHEAD) RUN(R, W, O, BLOCKS, CANDIDATES, AHEAD)
+  if (candidates) {
+    if (variant == 1) TYPES(1, 6, true, false);
+    if (variant == 2) TYPES(1, 4, true, true);
+    TYPES(1, 4, true, false);
+  }
+  switch (rows_each) {
+    case 1: TYPES(1, 4, false, false);
+    case 2: TYPES(2, 4, false, false);
+    case 4: TYPES(4, 3, false, false);
+    case 8: TYPES(8, 2, false, true);
+    case 6:
+      if (variant == 1) TYPES(6, 2, false, false);
+      if (variant == 2) TYPES(6, 2, false, true);
+      if (variant == 3) TYPES(6, 3, false, true);
+      TYPES(6, 3, false, false);
+  }
+#undef RUN_WITH
+#undef TYPES
+#undef RUN
+  return -1;
+}

@@ -1,0 +1,93 @@
+"""Selection in CUDA C++ for SM90: one read of the scores, then a few hundred entries again.
+
+`select.cu` says how. What its contract leaves out runs in Triton.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvcc
+from deepinfer.kernels.topk import triton
+
+__all__ = ["block_mask", "select_blocks", "select_topk"]
+
+SOURCE: Final = Path(__file__).with_name("select.cu")
+MAX_COUNT: Final = 1024  # of entries: the counts of two passes share a word
+SHARED: Final = 226 * 1024  # bytes that a block may take
+
+block_mask = triton.block_mask
+
+
+def _row_bytes(scores: Tensor) -> int:
+    return scores.stride(0) * scores.element_size()
+
+
+def _readable(scores: Tensor, visible: Tensor) -> bool:
+    """Whether rows are aligned runs of a known type."""
+    return (
+        scores.dtype in (torch.float32, torch.bfloat16)
+        and scores.stride(1) == 1
+        and scores.data_ptr() % 16 == 0
+        and _row_bytes(scores) % 16 == 0
+        and visible.is_contiguous()
+        and visible.dtype == torch.int64
+    )
+
+
+def _topk_bytes(entries: int, count: int, size: int) -> int:
+    """Shared memory of `select_kernel`, to the byte (`Sizes`)."""
+
+    def up(n: int) -> int:
+        return -(-n // 16) * 16
+
+    groups = -(-entries // 16)
+    listed = up((count + count // 8 + 1) * 16 * size) + up((2 * count + 1) * 4)
+    return up(groups * size + 16) + listed + 2 * 16384
+
+
+def accepts_topk(scores: Tensor, visible: Tensor, count: int) -> bool:
+    """Whether the kernel takes a call: rows of 16-byte pieces, room for the keys."""
+    size = scores.element_size()
+    fits = _topk_bytes(scores.shape[1], count, size) <= SHARED
+    return 0 < count <= MAX_COUNT and fits and _readable(scores, visible)
+
+
+def select_topk(scores: Tensor, visible: Tensor, count: int, variant: int = 0) -> Tensor:
+    """As the reference, of fp32 or bf16 scores. NaN is above every number, as in the reference."""
+    if not accepts_topk(scores, visible, count):
+        return triton.select_topk(scores, visible, count)
+    num_rows, entries = scores.shape
+    out = torch.empty(num_rows, count, dtype=torch.int64, device=scores.device)
+    if num_rows:
+        nvcc.call(
+            nvcc.load(SOURCE), "select_topk", scores.device, scores, visible, out, num_rows,
+            entries, scores.stride(0), count, scores.element_size(), variant,
+        )  # fmt: skip
+    return out
+
+
+def accepts_blocks(scores: Tensor, visible: Tensor, num_blocks: int, block_size: int) -> bool:
+    """Whether the kernel takes a call: blocks of 16-byte pieces, all their keys in one block."""
+    size = scores.element_size()
+    blocks = -(-scores.shape[1] // block_size)
+    fits = blocks * (size + 0.25) + 64 <= SHARED and blocks < 1 << 16
+    return num_blocks > 0 and fits and block_size * size % 16 == 0 and _readable(scores, visible)
+
+
+def select_blocks(scores: Tensor, visible: Tensor, num_blocks: int, block_size: int) -> Tensor:
+    """As the reference, of fp32 or bf16 scores."""
+    if not accepts_blocks(scores, visible, num_blocks, block_size):
+        return triton.select_blocks(scores, visible, num_blocks, block_size)
+    num_rows, entries = scores.shape
+    out = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=scores.device)
+    if num_rows:
+        nvcc.call(
+            nvcc.load(SOURCE), "select_blocks", scores.device, scores, visible, out, num_rows,
+            entries, scores.stride(0), num_blocks, block_size, scores.element_size(),
+        )  # fmt: skip
+    return out
