@@ -9,7 +9,10 @@
 // The order of every sum is fixed by K alone: a row's bits do not depend on its batch.
 #pragma once
 #include "decode.cuh"
+#ifdef __CUDACC__
 #include "mma.cuh"
+#include "ptx.cuh"
+#endif
 
 enum Format { FP4_AS_FP8 = 0, FP4_AS_BF16 = 1, FP8_AS_BF16 = 2 };
 
@@ -32,81 +35,6 @@ struct Args {
   int rows, x_part_bytes, out_row;
 };
 
-__device__ inline u32 times(u32 a, u32 b) {
-  u32 out;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-
-// ---- barriers, copies ----------------------------------------------------------------------------
-
-__device__ inline u32 address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-__device__ inline void barrier_init(u32 bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-__device__ inline void barrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ inline void barrier_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
-               : "memory");
-}
-__device__ inline void barrier_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra done;\nbra again;\ndone:\n}\n" ::"r"(bar), "r"(parity)
-      : "memory");
-}
-__device__ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(target), "l"(source), "r"(bytes), "r"(bar), "l"(policy)
-      : "memory");
-}
-__device__ inline u64 read_once() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ inline void copy16(u32 target, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-}
-__device__ inline void copies_arrive(u32 bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
-__device__ inline void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void group_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-__device__ inline void group_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-__device__ inline uint4 load16(u32 at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at));
-  return v;
-}
-__device__ inline u32 load4(u32 at) {
-  u32 v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at));
-  return v;
-}
-__device__ inline u32 pack_bf16(float low, float high) {
-  u32 out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-template <int N>
-__device__ inline void keep_in_place(float (&v)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(v[i])::"memory");
-}
-
 // ---- the kernel ----------------------------------------------------------------------------------
 
 // GROUPS consumer warpgroups of TILES 64-row tiles (256 rows in all), at most TOKENS tokens a tile,
@@ -119,6 +47,7 @@ struct Kernel {
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
   static constexpr int RESIDENT = PER_SM;
+  static constexpr bool IS_DENSE = DENSE;
   static_assert(PARTS == 4 || PARTS == 2, "half or all of a packed run of 256 rows");
   static_assert(!DENSE || FORMAT != FP4_AS_FP8, "dense tokens have no scale");
   static constexpr bool FP8 = FORMAT == FP4_AS_FP8;
@@ -145,14 +74,10 @@ struct Kernel {
   };
 
   static __device__ int cluster_size() {
-    int n;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
-    return DENSE ? n : 1;
+    return DENSE ? cluster_blocks() : 1;
   }
   static __device__ int cluster_rank() {
-    int n;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n));
-    return DENSE ? n : 0;
+    return DENSE ? cluster_place() : 0;
   }
 
   static __device__ Place dense_place(const Args& a, int tile) {
@@ -229,7 +154,7 @@ struct Kernel {
         for (int i = 0; i < ahead; ++i)
           fetch(w, begin + i, weights + i * WEIGHT_BYTES, full + 8 * i, policy);
       }
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      previous_kernel_wait();
     }
     Ring ring;
     for (int tile = start; tile < total; tile += stride) {
@@ -332,7 +257,7 @@ struct Kernel {
 
   static __device__ Stage enter(Ring& ring, u32 tokens, u32 weights, u32 full, u32 empty) {
     barrier_wait(full + 8 * ring.stage, ring.parity);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    shared_to_products();
     const Stage s = {tokens + ring.stage * TOKEN_BYTES, weights + ring.stage * WEIGHT_BYTES,
                      empty + 8 * ring.stage};
     ring.next();
@@ -346,8 +271,7 @@ struct Kernel {
     constexpr int atom = UNIT / TILES, tile = UNIT % TILES;
     const u64 b = describe(stage.tokens + atom * (TOKENS * 128));
     const u32 release = stage.empty;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(now[i])::"memory");
+    keep_in_place(now);
     group_fence();
     if constexpr (FP8 && PROMOTE) {
 #pragma unroll
@@ -409,7 +333,7 @@ struct Kernel {
   template <int N>
   static __device__ void share(const Place& p, Sums<N>& sums, u32 at) {
     const int group = threadIdx.x / 128 - 1, warp = (threadIdx.x & 127) >> 5, lane = threadIdx.x & 31;
-    asm volatile("bar.sync 8, %0;" ::"n"(128 * GROUPS) : "memory");
+    named_barrier(8, 128 * GROUPS);
 #pragma unroll
     for (int m = 0; m < TILES; ++m)
 #pragma unroll
@@ -417,9 +341,7 @@ struct Kernel {
         const int token = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
         const int row = (group * TILES + m) * 64 + warp * 16 + (lane >> 2) + (i & 2) * 4;
         if (token < p.rows)
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(at + (token * PITCH + row) * 4),
-                       "f"(sums.done[m][i])
-                       : "memory");
+          store4(at + (token * PITCH + row) * 4, sums.done[m][i]);
       }
   }
 
@@ -433,13 +355,8 @@ struct Kernel {
       const u32 local = at + (token * PITCH + row) * 4;
       float low = 0.f, high = 0.f;
       for (int r = 0; r < size; ++r) {
-        u32 remote;
         float v0, v1;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(r));
-        asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-                     : "=f"(v0), "=f"(v1)
-                     : "r"(remote)
-                     : "memory");
+        load_remote(local, r, v0, v1);
         low += v0, high += v1;
       }
       const int output = p.output + row;
@@ -476,11 +393,9 @@ struct Kernel {
           const u32 r1 = pack_bf16(v[2] * lower * s0, v[3] * lower * s1);
           const int token = 8 * j + (lane & 7), part = 2 * warp + ((lane >> 3) & 1);
           const u32 at = base + token * 128 + ((part ^ (token & 7)) << 4);
-          asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at),
-                       "r"(r0), "r"(r1)
-                       : "memory");
+          store_transposed(at, r0, r1);
         }
-        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+        named_barrier(group + 1, 128);
         const int held = min(SIZE, p.rows - start) * 8;
         for (int i = t; i < held; i += 128) {
           const int token = i >> 3, part = i & 7;
@@ -488,15 +403,18 @@ struct Kernel {
           *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.out_row +
                                     (DENSE ? size_t(p.expert) * a.outputs : 0) + output + part * 8) = v;
         }
-        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+        named_barrier(group + 1, 128);
       }
     }
   }
 
+  static __device__ unsigned char* ring_memory() {
+    SHARED(raw);
+    return raw + ((1024 - (address(raw) & 1023)) & 1023);
+  }
+
   static __device__ void run(const Args& a) {
-    extern __shared__ unsigned char raw[];
-    unsigned char* shared = raw + ((1024 - (address(raw) & 1023)) & 1023);
-    unsigned char* tokens = shared;
+    unsigned char* tokens = ring_memory();
     unsigned char* weights = tokens + STAGES * TOKEN_BYTES;
     unsigned char* staging = weights + STAGES * WEIGHT_BYTES;
     unsigned char* bars = staging + GROUPS * CHUNK * 128;
@@ -507,9 +425,9 @@ struct Kernel {
         barrier_init(full + 8 * i, 129);
         barrier_init(empty + 8 * i, 4 * GROUPS);
       }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      barriers_ready();
     }
-    if constexpr (!DENSE) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if constexpr (!DENSE) previous_kernel_wait();
     if (!DENSE && threadIdx.x < 32) {  // tiles of tokens before each expert
       int sum = 0;
       if (threadIdx.x == 0) first[0] = 0;
@@ -530,11 +448,11 @@ struct Kernel {
     const int total = DENSE ? (a.rows + TOKENS - 1) / TOKENS * (a.outputs / HEIGHT) * a.experts
                             : first[a.experts] * (a.outputs / HEIGHT);
     if (threadIdx.x < 128) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGS));
+      fewer_registers<PRODUCER_REGS>();
       produce(a, first, total, address(tokens), address(weights), full, empty);
-      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+      next_kernel_may_start();
     } else {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGS));
+      more_registers<CONSUMER_REGS>();
       Ring ring;
       const int size = cluster_size();
       for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
@@ -563,21 +481,41 @@ struct Kernel {
         }
       }
     }
-    if constexpr (DENSE) {
-      if (cluster_size() > 1) {  // one tile each
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;"
-                     ::: "memory");
-        gather(a, dense_place(a, blockIdx.x / cluster_size()), address(tokens));
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;"
-                     ::: "memory");
-      }
-    }
+  }
+
+  // What follows in a cluster, once all its blocks have their partial sums.
+  static __device__ void finish(const Args& a) {
+    gather(a, dense_place(a, blockIdx.x / cluster_size()), address(ring_memory()));
   }
 };
+
+#ifdef __CUDACC__
 
 template <class K>
 __global__ void __launch_bounds__(K::THREADS, K::RESIDENT) run_kernel(const __grid_constant__ Args a) {
   K::run(a);
+  if (K::IS_DENSE && cluster_blocks() > 1) {
+    cluster_barrier();
+    K::finish(a);
+    cluster_barrier();  // others read this block's sums
+  }
+}
+
+// How many clusters of a size the device holds at once.
+template <class K>
+int clusters_held(long long cluster) {
+  cudaFuncSetAttribute(run_kernel<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::SHARED);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(cluster) * 132);
+  config.blockDim = dim3(K::THREADS);
+  config.dynamicSmemBytes = K::SHARED;
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeClusterDimension;
+  attribute[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  int held = -1;
+  return cudaOccupancyMaxActiveClusters(&held, run_kernel<K>, &config) == cudaSuccess ? held : -1;
 }
 
 template <class K>
@@ -607,3 +545,5 @@ int launch(const Args& a, long long blocks, long long cluster, void* stream) {
   cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a);
   return e != cudaSuccess ? e : cudaGetLastError();
 }
+
+#endif

@@ -7,23 +7,12 @@ from pathlib import Path
 from typing import Final
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels import nvcc
 from deepinfer.kernels.packed import Decoded, Packed
-from deepinfer.kernels.tiles import (
-    act8_round_trip,
-    act8_scale,
-    e4m3_code,
-    e4m3_round,
-    launch,
-    next_power,
-    pow2_inverse,
-)
 
-__all__ = ["SOURCE", "dense", "fold_tokens", "multiply", "schedule"]
+__all__ = ["SOURCE", "dense", "multiply", "schedule"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 
@@ -33,10 +22,13 @@ _SCHEDULES: Final = {
 }
 
 
-_DENSE: Final = (("dense_32", 32, 128), ("dense_96", 1024, 256), ("dense_128", 1 << 62, 256))
-"""Dense schedules: name, most rows, outputs of a tile."""
-_TOKENS: Final = {"dense_32": 32, "dense_96": 96, "dense_128": 128}
-_PER_SM: Final = {"dense_32": 2, "dense_96": 1, "dense_128": 1}
+_DENSE: Final = {
+    "dense_32": (32, 32, 128, 2),
+    "dense_96": (1024, 96, 256, 1),
+    "dense_192": (1024, 192, 128, 1),
+    "dense_128": (1 << 62, 128, 256, 1),
+}
+"""Dense schedules: most rows, rows and outputs of a tile, programs of a multiprocessor."""
 
 
 def schedule(decoded: Decoded, rows: int, experts: int) -> str:
@@ -103,14 +95,12 @@ def dense(
     rows = x.shape[0]
     if out is None:
         out = torch.empty(rows, weight.outputs, dtype=torch.bfloat16, device=x.device)
-    chosen, tokens, height = next(s for s in _DENSE if s[0] == name or (not name and rows <= s[1]))
-    tiles = weight.outputs // height * -(-rows // min(tokens, _TOKENS[chosen]))
-    programs = _programs(x.device)
-    if not split:
-        split = (
-            1 if tokens > 1024 else _split(tiles, weight.inputs // 64, _PER_SM[chosen] * programs)
-        )
-    blocks = tiles * split if split > 1 else min(tiles, _PER_SM[chosen] * programs)
+    chosen = name or next(n for n, (most, *_) in _DENSE.items() if rows <= most)
+    most, tokens, height, resident = _DENSE[chosen]
+    tiles = weight.outputs // height * -(-rows // tokens)
+    slots = resident * _programs(x.device)
+    split = split or (_split(tiles, weight.inputs // 64, slots) if most <= 1024 else 1)
+    blocks = tiles * split if split > 1 else min(tiles, slots)
     nvcc.call(
         nvcc.load(SOURCE), chosen, x.device,
         x, None, None, weight.data, weight.row_scale, None, out,
@@ -121,35 +111,9 @@ def dense(
 
 
 def _split(tiles: int, blocks: int, slots: int) -> int:
-    """Return how many programs share a tile's K: as many as fit, of at least 5 blocks each."""
-    return max(1, min(8, slots // tiles, blocks // 5))
+    """Return how many programs share a tile's K: few full rounds, at least 5 blocks each."""
 
+    def cost(split: int) -> float:
+        return -(-tiles * split // slots) / split + 0.02 * split
 
-@triton.jit
-def _fold(x, codes, scale, K, x_row, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    values = tl.load(x + row * x_row + k, k < K, 0.0).to(tl.float32)
-    if QUANTIZE:
-        values = tl.reshape(act8_round_trip(tl.reshape(values, (1, BLOCK)), 1, BLOCK), (BLOCK,))
-    factor = act8_scale(tl.max(tl.abs(values), 0))
-    rounded = e4m3_round(values * pow2_inverse(factor))
-    tl.store(codes + row * K + k, e4m3_code(rounded).to(tl.uint8), k < K)
-    tl.store(scale + row, factor)
-
-
-def fold_tokens(x: Tensor, quantize: bool) -> tuple[Tensor, Tensor]:
-    """Return e4m3 codes [R, K] (uint8) and one power of two per row [R] fp32 of x [R, K].
-
-    quantize  round with ACT8 first. Its groups' powers of two are folded into the codes: values
-              below 2^-14 of the row's largest keep fewer bits, all others are ACT8's.
-    """
-    x = x if x.stride(1) == 1 else x.contiguous()
-    rows, inputs = x.shape
-    codes = torch.empty(rows, inputs, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    launch(
-        _fold, (rows,), x, codes, scale, inputs, x.stride(0),
-        QUANTIZE=quantize, BLOCK=next_power(inputs, 32),
-    )  # fmt: skip
-    return codes, scale
+    return min((s for s in range(1, 9) if s == 1 or blocks // s >= 5), key=cost)

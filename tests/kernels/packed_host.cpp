@@ -1,0 +1,203 @@
+// The packed products for Hopper on a CPU: launchers of small schedules, instructions done at once.
+#include <map>
+
+#include "cuda_host.h"
+
+#define __ldg(p) (*(p))
+#define __grid_constant__
+using std::size_t;
+typedef unsigned u32;
+typedef unsigned long long u64;
+
+namespace host {
+
+struct Barrier {
+  int count = 0, pending = 0;
+  long bytes = 0;
+  unsigned turn = 0;
+  void settle() {
+    ++progress;
+    if (!pending && !bytes) pending = count, ++turn;
+  }
+};
+inline std::map<u32, Barrier> barriers;
+inline std::map<int, Gate> named;
+inline u32 rows_a[1024][4];
+inline int cluster = 1, rank = 0;
+inline std::vector<std::vector<unsigned char>> peers;
+
+inline unsigned char* at(u32 offset) { return shared_memory() + offset; }
+
+}  // namespace host
+
+inline u32 __shfl_up_sync(u32 full, int v, int by) { return __shfl_up_sync(full, u32(v), by); }
+
+inline u32 address(const void* p) {
+  return u32(static_cast<const unsigned char*>(p) - host::shared_memory());
+}
+inline float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
+inline u32 bf16_bits(float x) {
+  const u32 v = __float_as_uint(x);
+  return (v + 0x7FFF + (v >> 16 & 1)) >> 16;
+}
+inline float e4m3_value(u32 byte) {
+  const int e = byte >> 3 & 15, m = byte & 7;
+  const float size = e ? std::ldexp(1.f + m / 8.f, e - 7) : std::ldexp(m / 8.f, -6);
+  return byte & 128 ? -size : size;
+}
+inline u32 times(u32 a, u32 b) {
+  return bf16_bits(bf16_value(a & 65535) * bf16_value(b & 65535)) |
+         bf16_bits(bf16_value(a >> 16) * bf16_value(b >> 16)) << 16;
+}
+inline u32 pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+
+inline void barrier_init(u32 bar, int count) { host::barriers[bar] = {count, count, 0, 0}; }
+inline void barrier_arrive(u32 bar) {
+  host::Barrier& b = host::barriers[bar];
+  if (--b.pending < 0) std::abort();
+  b.settle();
+}
+inline void barrier_expect(u32 bar, u32 bytes) {
+  host::barriers[bar].bytes += bytes;
+  barrier_arrive(bar);
+}
+inline void barrier_wait(u32 bar, u32 parity) {
+  while ((host::barriers[bar].turn & 1) == parity) host::leave();
+}
+inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64) {
+  if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) std::abort();
+  std::memcpy(host::at(target), source, bytes);
+  host::barriers[bar].bytes -= bytes;
+  host::barriers[bar].settle();
+}
+inline u64 read_once() { return 0; }
+inline void copy16(u32 target, const void* source) {
+  if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16) std::abort();
+  std::memcpy(host::at(target), source, 16);
+}
+inline void copies_arrive(u32 bar) { barrier_arrive(bar); }
+inline void group_fence() {}
+inline void group_commit() {}
+inline void group_wait() {}
+inline uint4 load16(u32 at) {
+  uint4 v;
+  std::memcpy(&v, host::at(at), 16);
+  return v;
+}
+inline u32 load4(u32 at) {
+  u32 v;
+  std::memcpy(&v, host::at(at), 4);
+  return v;
+}
+template <class T>
+void keep_in_place(T&) {}
+inline void store4(u32 at, float v) { std::memcpy(host::at(at), &v, 4); }
+inline void store_transposed(u32 at, u32 first, u32 second) {
+  static u32 places[1024], values[1024][2];
+  const int self = host::current, warp = self / 32 * 32, lane = self % 32;
+  places[self] = at, values[self][0] = first, values[self][1] = second;
+  host::warp_wait();
+  for (int tile = 0; tile < 2; ++tile)
+    for (int i = 0; i < 2; ++i) {  // this lane holds row lane / 4, columns 2 (lane % 4) + i
+      const int column = lane % 4 * 2 + i;
+      const uint16_t v = uint16_t(values[self][tile] >> (16 * i));
+      std::memcpy(host::at(places[warp + tile * 8 + column]) + lane / 4 * 2, &v, 2);
+    }
+  host::warp_wait();
+}
+inline void load_remote(u32 at, int rank, float& first, float& second) {
+  const unsigned char* base = host::peers[rank].data();
+  std::memcpy(&first, base + at, 4);
+  std::memcpy(&second, base + at + 4, 4);
+}
+inline int cluster_blocks() { return host::cluster; }
+inline int cluster_place() { return host::rank; }
+inline void named_barrier(int id, int threads) { host::wait(host::named[id], threads); }
+inline void barriers_ready() {}
+inline void shared_to_products() {}
+inline void previous_kernel_wait() {}
+inline void next_kernel_may_start() {}
+template <int N>
+void fewer_registers() {}
+template <int N>
+void more_registers() {}
+
+template <bool FP8, int N>
+struct Mma {
+  static void run(float (&d)[N / 2], const u32* a, u64 b, int keep) {
+    const int self = host::current, lane = self % 32;
+    std::memcpy(host::rows_a[self], a, 16);
+    host::warp_wait();
+    constexpr int K = FP8 ? 32 : 16, BYTES = 32 / K, REACH = 4 / BYTES;  // inputs of a register
+    const u32 start = u32(b & 0x3FFF) << 4;
+    for (int i = 0; i < N / 2; ++i) {
+      const int n = i / 4 * 8 + lane % 4 * 2 + i % 2, low = i / 2 % 2;
+      float sum = 0;
+      for (int k = 0; k < K; ++k) {
+        const int inside = k % (4 * REACH);
+        const u32 word = host::rows_a[self / 4 * 4 + inside / REACH][low + 2 * (k / (4 * REACH))];
+        u32 at = start + n * 128 + k * BYTES;
+        at ^= (at >> 7 & 7) << 4;
+        const unsigned char* p = host::at(at);
+        const u32 shift = 8 * BYTES * (inside % REACH);
+        if (FP8) {
+          sum += e4m3_value(word >> shift & 255) * e4m3_value(*p);
+        } else {
+          uint16_t v;
+          std::memcpy(&v, p, 2);
+          sum += bf16_value(word >> shift & 65535) * bf16_value(v);
+        }
+      }
+      d[i] = keep ? d[i] + sum : sum;
+    }
+    host::warp_wait();
+  }
+};
+
+#include "../../src/deepinfer/kernels/packed/core.cuh"
+
+namespace {
+
+template <class K>
+int run_blocks(const Args& a, int blocks, int cluster) {
+  host::cluster = cluster;
+  for (int first = 0; first < blocks; first += cluster) {
+    host::peers.clear();
+    for (int rank = 0; rank < cluster; ++rank) {
+      host::barriers.clear();
+      host::named.clear();
+      host::rank = rank;
+      host::launch(1, K::THREADS, K::SHARED, [&] {
+        host::block_id.x = first + rank;
+        host::grid_size.x = blocks;
+        K::run(a);
+      });
+      host::peers.emplace_back(host::shared_memory(), host::shared_memory() + K::SHARED - 1024);
+    }
+    for (int rank = 0; cluster > 1 && rank < cluster; ++rank) {
+      host::rank = rank;
+      host::launch(1, K::THREADS, K::SHARED, [&] {
+        host::block_id.x = first + rank;
+        host::grid_size.x = blocks;
+        K::finish(a);
+      });
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+#define LAUNCHER(name, ...)                                                                       \
+  extern "C" int name(const void* x, const void* token_scale, const void* source,                 \
+                      const void* weight, const void* row_scale, const void* offsets, void* out,  \
+                      long long experts, long long outputs, long long inputs, long long x_row,    \
+                      long long rows, long long part, long long out_row, long long blocks,        \
+                      long long cluster, void*) {                                                 \
+    Args a = {(const unsigned char*)x, (const float*)token_scale, (const int*)source,             \
+              (const unsigned char*)weight, (const float*)row_scale, (const int*)offsets,         \
+              (unsigned short*)out, int(experts), int(outputs), int(inputs), int(x_row),          \
+              int(rows), int(part), int(out_row)};                                                \
+    return run_blocks<Kernel<__VA_ARGS__>>(a, int(blocks), int(cluster));                         \
+  }
+#include "../../src/deepinfer/kernels/packed/schedules.cuh"

@@ -1,0 +1,219 @@
+"""Packed products for Hopper without a card: run on a CPU by fibers, and compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.errors import UnsupportedError
+from deepinfer.kernels import nvcc
+from deepinfer.kernels.expert_linear.reference import dequantize_rows
+from deepinfer.kernels.linear.reference import dequantize_blocks
+from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, pack_fp8
+from deepinfer.kernels.packed.run import SOURCE, schedule
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    target = tmp_path_factory.mktemp("packed") / "packed_host.so"
+    flags = ["-O1", "-std=c++17", "-shared", "-fPIC", f"-I{HERE}", "-o", str(target)]
+    done = subprocess.run(
+        [compiler, *flags, str(HERE / "packed_host.cpp")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    return ctypes.CDLL(str(target))
+
+
+def call(library: ctypes.CDLL, name: str, *arguments: Tensor | int | None) -> None:
+    passed = [
+        ctypes.c_longlong(value) if isinstance(value, int) else nvcc.pointer(value)
+        for value in arguments
+    ]
+    assert library[name](*passed, None) == 0
+
+
+def experts(
+    library: ctypes.CDLL,
+    name: str,
+    weight: Packed,
+    x: Tensor,
+    counts: list[int],
+    scale: Tensor | None = None,
+    source: Tensor | None = None,
+    programs: int = 3,
+) -> Tensor:
+    """Products of rows sorted by expert, into poisoned memory."""
+    rows = sum(counts)
+    out = torch.full((rows, weight.outputs), torch.nan, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    call(
+        library, name, x, scale, source, weight.data, weight.row_scale, offsets, out,
+        weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
+        0, 0, weight.outputs, programs, 1,
+    )  # fmt: skip
+    return out
+
+
+def dense(
+    library: ctypes.CDLL, name: str, x: Tensor, weight: Packed, tiles: int, split: int
+) -> Tensor:
+    rows, groups, _ = x.shape
+    out = torch.full((rows, weight.outputs), torch.nan, dtype=torch.bfloat16)
+    call(
+        library, name, x, None, None, weight.data, weight.row_scale, None, out,
+        groups, weight.outputs // groups, weight.inputs, x.stride(0) * 2, rows, x.stride(1) * 2,
+        weight.outputs, tiles * split if split > 1 else 2, split,
+    )  # fmt: skip
+    return out
+
+
+def draw(
+    generator: torch.Generator, experts: int, outputs: int, inputs: int
+) -> tuple[Tensor, Tensor]:
+    shape = (experts, outputs, inputs // 2)
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    shape = (experts, outputs, inputs // 32)
+    return codes, torch.randint(115, 127, shape, generator=generator, dtype=torch.uint8)
+
+
+def e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and one power of two per row; small integers are exact."""
+    return x.to(torch.float8_e4m3fn).view(torch.uint8), torch.full((x.shape[0],), 0.25)
+
+
+CASES = [
+    ("fp8_32", [0, 1, 7, 40, 0, 17]),
+    ("fp8_64", [65, 0, 30]),
+    ("fp8_128", [129, 3]),
+    ("fp8_256_fast", [0, 200]),
+    ("exact_32", [0, 1, 7, 40, 0, 17]),
+    ("exact_64", [65, 0, 30]),
+    ("exact_128", [129, 3]),
+    ("exact_256", [0, 200]),
+]
+
+
+@pytest.mark.parametrize(("name", "counts"), CASES)
+def test_expert_products_and_a_row_alone(
+    library: ctypes.CDLL, name: str, counts: list[int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes, scale = draw(generator, len(counts), 256, 256)
+    decoded = Decoded.FP4_E4M3 if name.startswith("fp8") else Decoded.FP4_BF16
+    weight = pack_fp4(codes, scale, decoded)
+    x = torch.randint(-8, 9, (sum(counts), 256), generator=generator).float()
+    tokens, factor = e4m3(x) if decoded is Decoded.FP4_E4M3 else (x.bfloat16(), None)
+    out = experts(library, name, weight, tokens, counts, factor)
+    parts = x.split(counts)
+    exact = torch.cat(
+        [p @ dequantize_rows(c, s).T for p, c, s in zip(parts, codes, scale, strict=True)]
+    )
+    exact = exact * (1.0 if factor is None else 0.25)
+    # integers times few bits add up exactly in fp32, so only the last rounding is left
+    assert torch.equal(out, exact.bfloat16())
+    last = len(counts) - 1
+    alone = [0] * last + [1]
+    row = tokens[-1:].contiguous()
+    factor = None if factor is None else factor[-1:]
+    assert torch.equal(experts(library, name, weight, row, alone, factor), out[-1:])
+
+
+def test_rows_are_taken_from_their_sources(library: ctypes.CDLL, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = pack_fp4(*draw(generator, 2, 256, 256), Decoded.FP4_BF16)
+    x = torch.randn(4, 256, generator=generator).bfloat16()
+    source = torch.tensor([3, 0, 3, 1, 2], dtype=torch.int32)
+    out = experts(library, "exact_32", weight, x, [2, 3], source=source)
+    assert torch.equal(out, experts(library, "exact_32", weight, x[source.long()], [2, 3]))
+
+
+@pytest.mark.parametrize("decoded", [Decoded.FP4_E4M3, Decoded.FP4_BF16])
+def test_every_code_decodes_exactly(library: ctypes.CDLL, decoded: Decoded, seed: int) -> None:
+    """One-hot tokens bring out each weight."""
+    generator = torch.Generator().manual_seed(seed)
+    codes, scale = draw(generator, 1, 256, 256)
+    if decoded is Decoded.FP4_BF16:
+        scale = torch.randint(40, 140, scale.shape, generator=generator, dtype=torch.uint8)
+    codes[0, 5, :16] = 0  # a group of zeros may have any scale
+    scale[0, 5, 0] = 0
+    one = torch.eye(256)
+    fp8 = decoded is Decoded.FP4_E4M3
+    tokens, factor = e4m3(one) if fp8 else (one.bfloat16(), None)
+    name = "fp8_128" if fp8 else "exact_128"
+    out = experts(library, name, pack_fp4(codes, scale, decoded), tokens, [256], factor)
+    assert torch.equal(out.float() * (4 if fp8 else 1), dequantize_rows(codes[0], scale[0]).T)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "size", "split"),
+    [
+        ("dense_32", 1, (256, 512, 1), 1),
+        ("dense_32", 9, (512, 768, 2), 3),
+        ("dense_96", 100, (512, 512, 1), 2),
+        ("dense_192", 129, (256, 256, 1), 2),
+        ("dense_128", 129, (512, 256, 2), 1),
+    ],
+)
+def test_dense_products(
+    library: ctypes.CDLL, name: str, rows: int, size: tuple[int, int, int], split: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    outputs, inputs, groups = size
+    codes = torch.randint(0, 256, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 1
+    stored = codes.view(torch.float8_e4m3fn)
+    shape = (outputs // 32, inputs // 32)
+    scale = torch.randint(100, 104, shape, generator=generator, dtype=torch.uint8)
+    x = torch.randint(-1, 2, (rows, groups, inputs), generator=generator).bfloat16()
+    tiles = outputs // (128 if name in ("dense_32", "dense_192") else 256)
+    tiles *= -(-rows // int(name.split("_")[1]))
+    out = dense(library, name, x, pack_fp8(stored, scale), tiles, split)
+    matrix = dequantize_blocks(stored, scale).view(groups, -1, inputs)
+    exact = torch.einsum("tgk,gnk->tgn", x.double(), matrix.double()).reshape(rows, outputs)
+    error = (out.double() - exact).norm() / exact.norm()
+    assert error < 2.5e-3  # bf16's own is 1.7e-3
+
+
+def test_scales_too_far_apart_are_refused(seed: int) -> None:
+    codes, scale = draw(torch.Generator().manual_seed(seed), 1, 256, 256)
+    scale[0, 7, 0], scale[0, 7, 1] = 100, 112
+    codes[0, 7] |= 1
+    with pytest.raises(UnsupportedError, match="powers of two"):
+        pack_fp4(codes, scale, Decoded.FP4_E4M3)
+    pack_fp4(codes, scale, Decoded.FP4_BF16)
+    scale[0, 7, 1] = 255
+    with pytest.raises(UnsupportedError, match="NaN"):
+        pack_fp4(codes, scale, Decoded.FP4_BF16)
+    assert accepts(4608, 5120) and not accepts(64, 5120) and not accepts(256, 128)
+    with pytest.raises(UnsupportedError, match="multiple of 256"):
+        pack_fp4(codes[:, :64], scale[:, :64], Decoded.FP4_BF16)
+
+
+def test_the_schedule_follows_the_mean_rows_of_an_expert() -> None:
+    chosen = [schedule(Decoded.FP4_BF16, rows, 48) for rows in (1, 768, 2304, 24576)]
+    assert chosen == ["exact_32", "exact_32", "exact_64", "exact_128"]
+
+
+@pytest.mark.skipif(not nvcc.available(), reason="nvcc is not installed")
+def test_it_builds_for_hopper_with_tensor_instructions(tmp_path: Path) -> None:
+    target = tmp_path / "packed.cubin"
+    options = ("-cubin", "-Xptxas", "-v")
+    done = subprocess.run(
+        nvcc.command(SOURCE, target, *options), capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    assert "serialized" not in done.stderr  # products that wait for each other
