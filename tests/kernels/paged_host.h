@@ -145,8 +145,8 @@ void hold(float (&)[N]) {}
 inline void score_product(float (&s)[32], uint64_t a, uint64_t b, int add) {
   host::multiply<64>(s, a, b, add, false);
 }
-inline void value_product(float (&o)[128], uint64_t a, uint64_t b) {
-  host::multiply<256>(o, a, b, 1, true);
+inline void value_product(float (&o)[64], uint64_t a, uint64_t b) {
+  host::multiply<128>(o, a, b, 1, true);
 }
 inline void consumers_sync() { host::wait(host::consumers, 256); }
 template <int N>

@@ -17,14 +17,19 @@
 
 namespace {
 
-constexpr int HEADS = 64, DIM = 512, TILE = 64, THREADS = 384, PRODUCERS = 4;
+#ifndef PRODUCERS
+#define PRODUCERS 8
+#endif
+constexpr int HEADS = 64, DIM = 512, TILE = 64, THREADS = 256 + 32 * PRODUCERS;
 constexpr int MAIN_BYTES = 288, WINDOW_BYTES = 528;
-constexpr int UNIT = 2 * MAIN_BYTES, UNITS = 10;  // raw ring of a producer warp, 2 keys a step
+constexpr int STEPS = TILE / 2 / PRODUCERS;  // of a producer warp in a tile, 2 keys a step
+constexpr int UNIT = 2 * MAIN_BYTES, UNITS = 40 / PRODUCERS;  // raw ring of a producer warp
 
 constexpr uint32_t Q_AT = 0, K_AT = 65536, KEYS = 65536, P_AT = K_AT + 2 * KEYS;
 constexpr uint32_t RAW_AT = P_AT + 8192, MISC_AT = RAW_AT + PRODUCERS * UNITS * UNIT;
-constexpr uint32_t Q_FULL = MISC_AT, K_FULL = MISC_AT + 8, K_EMPTY = MISC_AT + 24;
-constexpr uint32_t P_FULL = MISC_AT + 40, RAW_FULL = MISC_AT + 64, VALID = MISC_AT + 384;
+constexpr uint32_t Q_FULL = MISC_AT, P_FULL = MISC_AT + 8, K_FULL = MISC_AT + 16;
+constexpr uint32_t K_EMPTY = MISC_AT + 32;  // by buffer and half of its keys
+constexpr uint32_t RAW_FULL = MISC_AT + 64, VALID = MISC_AT + 384;
 constexpr uint32_t PEAK = MISC_AT + 512, TOTAL = MISC_AT + 1024, SMEM = MISC_AT + 2048;
 static_assert(SMEM <= 232448, "shared memory");
 
@@ -139,12 +144,13 @@ DEVICE void produce(const Params& p, uint32_t smem, int warp, int lane) {
     const Walk w = walk_of<SHARES>(p);
     const uint32_t raw = smem + RAW_AT + warp * UNITS * UNIT;
     const uint32_t full = smem + RAW_FULL + warp * UNITS * 8;
-    const int key = 8 * (lane / 2) + 2 * warp + lane % 2;  // of a tile, for lanes below 16
+    // Lane 2 i + j copies key j of step i.
+    const int key = 2 * PRODUCERS * (lane / 2) + 2 * warp + lane % 2;
 
     // Copies run ahead of decoding by as much as the ring holds.
     int row = w.row, tile = w.rank, step = 0, left = w.count;  // the next copy
     uint32_t issued = 0, taken = 0, head = 0, tail = 0, parities = 0;
-    int ahead = lane < 16 ? entry_of(p, w, row, tile, key) : -1;  // of the tile after
+    int ahead = lane < 2 * STEPS ? entry_of(p, w, row, tile, key) : -1;  // of the tile after
     const uint8_t* source = nullptr;
     bool main = false;
     auto start = [&] {
@@ -152,21 +158,22 @@ DEVICE void produce(const Params& p, uint32_t smem, int warp, int lane) {
         source = address_of(p, main, ahead);
         int next = left > 1 ? tile + SHARES : w.rank;
         int next_row = left > 1 ? row : row + w.row_step;
-        if (lane < 16) ahead = entry_of(p, w, next_row, next, key);
+        if (lane < 2 * STEPS) ahead = entry_of(p, w, next_row, next, key);
     };
     auto issue = [&] {
         while (row < w.rows) {
-            uint32_t need = main ? 1 : 2;
-            if (issued + need - taken > UNITS) break;
+            const uint32_t need = main ? 1 : 2, skip = need == 2 && head == UNITS - 1;
+            if (issued + skip + need - taken > UNITS) break;
+            if (skip) head = 0;
             int bytes = main ? MAIN_BYTES : WINDOW_BYTES;
             if (lane == 2 * step) arrive_expect(full + head * 8, 2 * bytes);
             __syncwarp();
             if (lane / 2 == step)
                 bulk_copy(raw + head * UNIT + (lane % 2) * bytes, source, bytes, full + head * 8);
-            issued += need;
+            issued += skip + need;
             head += need;
             if (head >= UNITS) head = 0;
-            if (++step == 8) {
+            if (++step == STEPS) {
                 step = 0;
                 if (--left == 0) {
                     left = w.count;
@@ -182,8 +189,8 @@ DEVICE void produce(const Params& p, uint32_t smem, int warp, int lane) {
     start();
     issue();
 
-    const uint32_t chunk = (lane / 8) * 1024, place = lane % 8;
-    const int first = 2 * warp;
+    const uint32_t chunk = (warp / 4) * 8192 + (lane / 8) * 1024, place = lane % 8;
+    const int first = 2 * (warp % 4);
     const uint32_t put0 = chunk + first * 128 + ((place ^ first) << 4);
     const uint32_t put1 = chunk + (first + 1) * 128 + ((place ^ (first + 1)) << 4);
     uint32_t turn = 0;
@@ -196,9 +203,15 @@ DEVICE void produce(const Params& p, uint32_t smem, int warp, int lane) {
                 entry0 = entry_of(p, w, at_row, at, lane);
                 entry1 = entry_of(p, w, at_row, at, lane + 32);
             }
-            wait(smem + K_EMPTY + buffer * 8, ((turn >> 1) & 1) ^ 1);
             uint32_t keys = smem + K_AT + buffer * KEYS;
-            for (int i = 0; i < 8; i++, keys += 8192) {
+            for (int i = 0; i < STEPS; i++, keys += PRODUCERS / 4 * 8192) {
+                if (i % (STEPS / 2) == 0)
+                    wait(smem + K_EMPTY + buffer * 16 + (i ? 8 : 0), ((turn >> 1) & 1) ^ 1);
+                const uint32_t need = is_main ? 1 : 2;
+                if (need == 2 && tail == UNITS - 1) {
+                    tail = 0;
+                    taken++;
+                }
                 wait(full + tail * 8, (parities >> tail) & 1);
                 parities ^= 1u << tail;
                 const uint32_t from = raw + tail * UNIT;
@@ -230,7 +243,6 @@ DEVICE void produce(const Params& p, uint32_t smem, int warp, int lane) {
                 store128(keys + put0 + 4096, v[1]);
                 store128(keys + put1, v[2]);
                 store128(keys + put1 + 4096, v[3]);
-                const uint32_t need = is_main ? 1 : 2;
                 taken += need;
                 tail += need;
                 if (tail >= UNITS) tail = 0;
@@ -254,7 +266,7 @@ DEVICE void produce(const Params& p, uint32_t smem, int warp, int lane) {
 
 // What a consumer thread holds: rows `head` and `head + 8`, columns 2 * (lane % 4) + {0, 1} of each 8.
 struct Sums {
-    float out[128];
+    float out[2][64];  // two instructions' worth: one would need more registers than a launch grants
     float peak[2], total[2];
 };
 
@@ -269,24 +281,39 @@ DEVICE void raise(Sums& a, float peak0, float peak1) {
     a.total[0] *= fade0;
     a.total[1] *= fade1;
 #pragma unroll
-    for (int i = 0; i < 128; i += 4) {
-        a.out[i] *= fade0;
-        a.out[i + 1] *= fade0;
-        a.out[i + 2] *= fade1;
-        a.out[i + 3] *= fade1;
-    }
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+            a.out[n][i] *= fade0;
+            a.out[n][i + 1] *= fade0;
+            a.out[n][i + 2] *= fade1;
+            a.out[n][i + 3] *= fade1;
+        }
 }
 
-DEVICE void add_values(Sums& a, uint32_t smem, int group, uint32_t buffer) {
-    hold(a.out);
+// Give half a buffer back once all but LEFT groups of products are done.
+template <int LEFT>
+DEVICE void release(uint32_t smem, uint32_t buffer, int half, bool one) {
+    products_wait<LEFT>();
+    if (one) arrive(smem + K_EMPTY + buffer * 16 + half * 8);
+}
+
+DEVICE void add_values(Sums& a, uint32_t smem, int group, uint32_t buffer, bool one) {
+    hold(a.out[0]), hold(a.out[1]);
     products_begin();
     const uint64_t weights = describe(smem + P_AT, 16, 1024);
-    const uint64_t entries =
-        describe(smem + K_AT + buffer * KEYS + group * 4096, 1024, 8192);
+    const uint64_t entries = describe(smem + K_AT + buffer * KEYS + group * 4096, 1024, 8192);
 #pragma unroll
-    for (int k = 0; k < 4; k++)
-        value_product(a.out, weights + k * (32 >> 4), entries + k * (16384 >> 4));
-    products_commit();
+    for (int k = 0; k < 4; k++) {
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+            value_product(a.out[n], weights + k * (32 >> 4),
+                          entries + k * (16384 >> 4) + n * (2048 >> 4));
+        if (k % 2) products_commit();
+    }
+    release<1>(smem, buffer, 0, one);
+    release<0>(smem, buffer, 1, one);
+    hold(a.out[0]), hold(a.out[1]);
 }
 
 template <int SHARES>
@@ -299,7 +326,7 @@ DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int 
     Sums a;
     for (int row = w.row; row < w.rows; row += w.row_step, row_turn ^= 1) {
 #pragma unroll
-        for (int i = 0; i < 128; i++) a.out[i] = 0.0f;
+        for (int i = 0; i < 128; i++) a.out[i / 64][i % 64] = 0.0f;
         a.peak[0] = a.peak[1] = -1e30f;
         a.total[0] = a.total[1] = 0.0f;
         for (int t = (turn ^ group) & 1;; t += 2) {
@@ -308,14 +335,9 @@ DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int 
                 wait(smem + P_FULL, other & 1);
                 const uint32_t list = lists + (other & 1) * 256 + head * 4;
                 raise(a, loadf(list), loadf(list + 32));
-                add_values(a, smem, group, other & 1);
+                add_values(a, smem, group, other & 1, lane == 0);
             }
-            if (t >= w.count) {
-                products_wait<0>();
-                hold(a.out);
-                if (lane == 0 && t > 0) arrive(smem + K_EMPTY + (other & 1) * 8);
-                break;
-            }
+            if (t >= w.count) break;
             const uint32_t buffer = own & 1;
             if (t < 2) wait(smem + Q_FULL, row_turn);
             wait(smem + K_FULL + buffer * 8, (own >> 1) & 1);
@@ -332,9 +354,6 @@ DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int 
                                       keys + c * (1024 >> 4) + k * (32 >> 4), c + k > 0);
             }
             products_commit();
-            products_wait<1>();
-            hold(a.out);
-            if (lane == 0 && t > 0) arrive(smem + K_EMPTY + (other & 1) * 8);
             const uint32_t valid0 = load32(smem + VALID + buffer * 8) >> (2 * quad);
             const uint32_t valid1 = load32(smem + VALID + buffer * 8 + 4) >> (2 * quad);
             products_wait<0>();
@@ -369,7 +388,7 @@ DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int 
                 weights[i / 2 + 1] = pair(y0, y1);
             }
             // The weights before are read by both groups before these overwrite them.
-            if (own > 0) wait(smem + K_EMPTY + (other & 1) * 8, (other >> 1) & 1);
+            if (own > 0) wait(smem + K_EMPTY + (other & 1) * 16 + 8, (other >> 1) & 1);
             {
                 const uint32_t line = smem + P_AT + head * 128 + quad * 4;
 #pragma unroll
@@ -393,10 +412,7 @@ DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int 
             wait(smem + P_FULL, own & 1);
             if (t == w.count - 1 && warp == 0 && lane == 0 && row + w.row_step < w.rows)
                 load_queries(map, row + w.row_step, smem);  // all products with these are done
-            add_values(a, smem, group, buffer);
-            products_wait<0>();
-            hold(a.out);
-            if (lane == 0) arrive(smem + K_EMPTY + buffer * 8);
+            add_values(a, smem, group, buffer, lane == 0);
             if (t == w.count - 1) break;
         }
         turn += w.count;
@@ -426,7 +442,7 @@ DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int 
                             (odd ? 8 : 0) + 4 * (quad / 2);
 #pragma unroll
             for (int j = 0; j < 32; j += 2) {
-                const float* x = a.out + 4 * j;
+                const float* x = a.out[j / 16] + 4 * (j % 16);
                 uint32_t a0 = pair(x[0] * r0, x[1] * r0), a1 = pair(x[2] * r1, x[3] * r1);
                 uint32_t b0 = pair(x[4] * r0, x[5] * r0), b1 = pair(x[6] * r1, x[7] * r1);
                 uint32_t got0 = __shfl_xor_sync(~0u, odd ? a0 : b0, 1);
@@ -447,8 +463,9 @@ DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int 
             for (int j = 0; j < 32; j++) {
                 const uint32_t at = smem + K_AT + head * 2048 + group * 1024 +
                                     ((j ^ (head & 7)) << 5) + quad * 8;
-                storef2(at, a.out[4 * j], a.out[4 * j + 1]);
-                storef2(at + 8 * 2048, a.out[4 * j + 2], a.out[4 * j + 3]);
+                const float* x = a.out[j / 16] + 4 * (j % 16);
+                storef2(at, x[0], x[1]);
+                storef2(at + 8 * 2048, x[2], x[3]);
             }
         }
     }
@@ -492,16 +509,14 @@ DEVICE void walk(const CUtensorMap* map, const Params& p, uint32_t smem) {
     if (threadIdx.x == 0) {
         init_barrier(smem + Q_FULL, 1);
         init_barrier(smem + P_FULL, 4);
-        for (int i = 0; i < 2; i++) {
-            init_barrier(smem + K_FULL + i * 8, PRODUCERS);
-            init_barrier(smem + K_EMPTY + i * 8, 8);
-        }
+        for (int i = 0; i < 2; i++) init_barrier(smem + K_FULL + i * 8, PRODUCERS);
+        for (int i = 0; i < 4; i++) init_barrier(smem + K_EMPTY + i * 8, 8);
         for (int i = 0; i < PRODUCERS * UNITS; i++) init_barrier(smem + RAW_FULL + i * 8, 1);
         barriers_made();
     }
     __syncthreads();
     if (warp < PRODUCERS) {
-        registers_down<104>();
+        registers_down<PRODUCERS == 4 ? 104 : 56>();
         produce<SHARES>(p, smem, warp, lane);
     } else {
         registers_up<200>();
