@@ -265,8 +265,12 @@ class GroupLoop(EngineLoop):
         if self._failed is not None:
             return self._failed
         watch, rank, world = self.member.watch, self.ranks.rank, self.ranks.world.size
-        if isinstance(error, GroupBroken):
-            told = watch.wait(_BLAME_S) or f"rank {rank} of {world}: {error.message}"
+        broken = _broken(error)
+        blamed = watch.failure if broken is None else watch.wait(_BLAME_S)
+        if blamed is not None:
+            told = blamed
+        elif broken is not None:
+            told = f"rank {rank} of {world} lost another in step {self._step}: {broken.message}"
         else:
             step = f"in step {self._step}" if self._step else "before its first step"
             told = f"rank {rank} of {world} failed {step}: {type(error).__name__}: {error}"
@@ -322,6 +326,7 @@ class GroupLoop(EngineLoop):
                 self._take(self.scheduler.take_completions())
             else:
                 rows, sequences = most
+                plan = self._share_plan(plan)
         proposes = any(Flag.PROPOSE in word.flags for word in words)
         if plan is not None:
             self._proposes = plan.propose
@@ -331,7 +336,7 @@ class GroupLoop(EngineLoop):
         with no_wait():
             handle = self._executor.launch(plan)
         self._launched.append((plan, handle))
-        if plan.rows:
+        if plan.rows and self.ranks.schedules:
             self.stats.launched(plan, self._clock() - begin_s)
         if self.overlap:
             while len(self._launched) > 1:
@@ -351,10 +356,23 @@ class GroupLoop(EngineLoop):
         found, most_rows, most_drawing = self.ranks.world.all_gather(own).amax(0).tolist()
         return (most_rows, most_drawing) if found else None
 
+    def _share_plan(self, plan: StepPlan | None) -> StepPlan | None:
+        """Return the prefill plan of this replica: of its first rank, which alone has requests."""
+        group = self.ranks.context_control
+        if group.size == 1:
+            return plan
+        data = pickle.dumps(_bare(plan)) if self.ranks.schedules else b""
+        size = group.broadcast(torch.tensor([len(data)]))
+        shared = group.share_bytes(data if self.ranks.schedules else None, int(size))
+        if self.ranks.schedules:
+            return plan
+        followed: StepPlan | None = pickle.loads(shared)
+        return followed
+
     def _apply_first(self) -> None:
         """Apply the oldest step in flight; those of other ranks bring nothing."""
         plan, handle = self._launched[0]
-        if plan.rows:
+        if plan.rows and self.ranks.schedules:
             super()._apply_first()
             return
         handle.result()
@@ -489,6 +507,24 @@ class GroupLoop(EngineLoop):
         super()._take(completions)
         for completion in completions:
             self._placer.finish(completion.request_id, len(completion.token_ids))
+
+
+def _broken(error: BaseException | None) -> GroupBroken | None:
+    """Return the broken collective behind an error."""
+    while error is not None and not isinstance(error, GroupBroken):
+        error = error.__cause__
+    return error
+
+
+def _bare(plan: StepPlan | None) -> StepPlan | None:
+    """Return a plan as ranks without a draw need it: code of callers and masks stay here."""
+    if plan is None:
+        return None
+    admissions = tuple(
+        replace(each, params=replace(each.params, logits_processors=()))
+        for each in plan.admissions
+    )
+    return replace(plan, admissions=admissions, needs_masks=False)
 
 
 def _travels(request: Request) -> bool:

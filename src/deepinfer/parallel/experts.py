@@ -259,8 +259,12 @@ def _sort(wire: Wire, data: Tensor, like: Tensor, k: int, place: int, num_local:
     """Expand and sort received wire rows [U, W]; nothing here waits for a device."""
     slots, weights = wire.meta(data, k)
     groups = group_choices(slots - place * num_local, weights, num_local)
-    values = wire.rows(data, like, k)[groups.rows]
-    return _Sorted(groups.place, Received(values, groups.weights, groups.offsets))
+    rows, weights = groups.rows, groups.weights
+    if data.device.type == "cpu":  # elsewhere a look at the count would wait for the device
+        count = int(groups.offsets[-1])
+        rows, weights = rows[:count], weights[:count]
+    values = wire.rows(data, like, k)[rows]
+    return _Sorted(groups.place, Received(values, weights, groups.offsets))
 
 
 def _destinations(slots: Tensor, num_local: int, size: int) -> tuple[Tensor, Tensor]:
