@@ -552,6 +552,8 @@ Params params(const void* window, const void* window_idx, const void* main, cons
 
 #ifdef __CUDACC__
 
+namespace {
+
 template <int SHARES>
 __global__ void __launch_bounds__(THREADS, 1)
     attend(const __grid_constant__ CUtensorMap map, const __grid_constant__ Params p) {
@@ -573,7 +575,7 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
 
 template <int SHARES>
 cudaError_t start(const CUtensorMap& map, const Params& p, int grid, cudaStream_t stream) {
-    static cudaError_t ready =
+    const cudaError_t ready =  // of this device
         cudaFuncSetAttribute(attend<SHARES>, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM);
     if (ready != cudaSuccess) return ready;
     cudaLaunchConfig_t config = {};
@@ -588,6 +590,8 @@ cudaError_t start(const CUtensorMap& map, const Params& p, int grid, cudaStream_
     config.numAttrs = SHARES > 1 ? 1 : 0;
     return cudaLaunchKernelEx(&config, attend<SHARES>, map, p);
 }
+
+}  // namespace
 
 // Returns a CUDA error code. Strides in bytes; `shares` CTAs take one row: 1, 2 or 4.
 extern "C" int paged_attention(void* q, const void* window, const void* window_idx, const void* main,
