@@ -46,6 +46,7 @@ from deepinfer.dialog.chat import (
 )
 from deepinfer.engine.calibrate import make_drafter, make_planner
 from deepinfer.engine.commit import Gate
+from deepinfer.engine.device_runner import DeviceRunner, make_runner
 from deepinfer.engine.driver import EngineDriver
 from deepinfer.engine.effective import cpu_threads, overlaps
 from deepinfer.engine.executor import Executor, InProcessExecutor
@@ -81,6 +82,7 @@ from deepinfer.errors import (
 )
 from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
+from deepinfer.model.fast.context import ContextShare
 from deepinfer.model.fast.model import FastModel, resolve_numerics
 from deepinfer.parallel.experts import ExpertRanks, make_exchange
 from deepinfer.sampling.noise import derive_seed
@@ -231,6 +233,8 @@ class LLM:
         self.sizes = sizes
         queue = ThreadQueue() if self.overlaps else InlineQueue()
         queue.submit(self.device.bind_thread)
+        if isinstance(runner, DeviceRunner) and self._member is None:
+            queue.submit(runner.prepare).wait()
         self._start(InProcessExecutor(runner, queue))
 
     def _check_ranks(self) -> None:
@@ -308,7 +312,9 @@ class LLM:
         )
         sampler = Sampler(model_config.vocab_size, sizes.num_slots, device, banned)
         state = SlotState(sizes.num_slots, config.speculation.num_drafts, device)
-        runner = Runner(
+        runner = make_runner(
+            config,
+            sizes,
             model,
             caches,
             layout,
@@ -316,9 +322,11 @@ class LLM:
             state,
             device,
             make_drafter(config, model, sampler, state),
-            find_bad_weight=lambda: _name_nonfinite(checkpoint),
-            replay=config.replay.mode,
+            lambda: _name_nonfinite(checkpoint),
         )
+        ranks = None if self._member is None else self._member.ranks
+        if ranks is not None and ranks.context.size > 1:
+            runner.share_prefill(ContextShare(ranks.context, config.parallel.context_exchange))
         self.planner = make_planner(
             config, runner, sizes.num_blocks, self.path, self.device.capability.name
         )

@@ -39,9 +39,7 @@ Value = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
 
 # key -> (the one value that works in this version, what the others wait for). Building a feature
 # deletes its row.
-_NOT_BUILT: Final[Mapping[str, tuple[Value, str]]] = {
-    "parallel.context": (1, "context parallelism"),
-}
+_NOT_BUILT: Final[Mapping[str, tuple[Value, str]]] = {}
 _WORDS: Final = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
@@ -226,6 +224,10 @@ class SchedulingConfig(_Group):
             "plan the next step while this one runs; auto = on, but for narrow models on a CPU"
         ),
     )
+    cuda_graphs: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata=_about("record decode steps on a card; auto = where they can be, on = or fail"),
+    )
     max_num_seqs: int = field(default=64, metadata=_about("most sequences running at a time", 1))
     max_num_batched_tokens: int | Literal["auto"] = field(
         default="auto", metadata=_about("most prompt tokens computed in one step", 1)
@@ -324,6 +326,10 @@ class ParallelConfig(_Group):
         metadata=_about("attention replicas; auto = as many as the ranks of `expert` take", 1),
     )
     context: int = field(default=1, metadata=_about("ranks that share a prompt's prefill", 1))
+    context_exchange: Literal["entries", "all"] = field(
+        default="entries",
+        metadata=_about("what these ranks exchange: compressed entries, or all rows' inputs"),
+    )
     expert: int = field(default=1, metadata=_about("ranks that share the experts", 1))
     engram: int = field(default=1, metadata=_about("ranks that share the Engram tables", 1))
     copies: int = field(

@@ -84,19 +84,17 @@ class Batch:
 class BatchBuilder:
     """Turns plans into batches. Keeps the block tables of decoding sequences as one array, in which
     a step changes the rows that its plan changes.
+
+    share  the ranks that share prefill steps, None when there are none
     """
 
     def __init__(
-        self,
-        layout: CacheLayout,
-        device: torch.device,
-        replay: ReplayMode = "off",
-        share: ContextShare | None = None,
+        self, layout: CacheLayout, device: torch.device, replay: ReplayMode = "off"
     ) -> None:
         self._layout = layout
         self._device = device
         self._replay: ReplayMode = replay
-        self._share = share
+        self.share: ContextShare | None = None
         self._tables: dict[int, RowPlan] = {}  # slot -> the row whose table it has
         self._blocks = np.zeros((1, 1), dtype=np.int64)  # [slots, width]
         self._held = np.zeros(1, dtype=np.int64)
@@ -175,9 +173,9 @@ class BatchBuilder:
         self, sequences: Sequence[SequenceRows], logits_rows: Sequence[int]
     ) -> ModelInputs:
         layout, device, replay = self._layout, self._device, self._replay
-        if self._share is None:
+        if self.share is None:
             return build_inputs(sequences, False, layout, device, replay)
-        return share_inputs(sequences, layout, device, replay, self._share, logits_rows)
+        return share_inputs(sequences, layout, device, replay, self.share, logits_rows)
 
     def _decode(self, plan: StepPlan, state: SlotState) -> Batch:
         """Lay out a step in which every row continues from its slot and draws behind each token."""

@@ -61,10 +61,12 @@ class Drafter:
             shape = (*state.drafts.shape, model.config.vocab_size)
             self._logits = torch.zeros(shape, dtype=torch.float32, device=device)
 
-    def propose(self, caches: Caches, slots: Tensor) -> bool:
+    def propose(self, caches: Caches, slots: Tensor, names: Sequence[int] | None = None) -> bool:
         """Draft behind the last token of each slot that goes on; return whether any does.
 
         slots  [N] int64; their state is up to date and everything but their last token is cached
+        names  the same slots on the host, in any order, as far as they are running: nothing waits
+               for the device then
         """
         state = self._state
         room = state.limit[slots] - state.length[slots] - 1
@@ -74,12 +76,19 @@ class Drafter:
             wanted = wanted[wanted]
         if not len(slots):
             return False
-        length, names = state.length[slots], slots.tolist()
+        length = state.length[slots]
+        on_device = None if names is None else slots
+        known = slots.tolist() if names is None else names
         stream = STREAM_DRAFT if self.rejects else STREAM_TARGET
 
         def choose(place: int, logits: Tensor) -> Tensor:
             drawn = self._sampler.sample_drafts(
-                logits, names, length + place, stream, keep_drawn_from=self.rejects
+                logits,
+                known,
+                length + place,
+                stream,
+                keep_drawn_from=self.rejects,
+                on_device=on_device,
             )
             if self._logits is not None and drawn.drawn_from is not None:
                 self._logits[slots, place] = drawn.drawn_from

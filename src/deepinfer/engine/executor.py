@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from deepinfer.device.queue import DeviceQueue, InlineQueue, Work
 from deepinfer.engine.plan import Masks, StepPlan, StepResult
 
-__all__ = ["Executor", "InProcessExecutor", "StepFailed", "StepHandle", "StepRunner"]
+__all__ = [
+    "Executor",
+    "InProcessExecutor",
+    "LaunchingRunner",
+    "StepFailed",
+    "StepHandle",
+    "StepRunner",
+]
 
 T = TypeVar("T")
 
@@ -100,6 +107,17 @@ class StepRunner(Protocol):
         ...
 
 
+@runtime_checkable
+class LaunchingRunner(Protocol):
+    """A runner whose steps go on after they were handed to a device."""
+
+    def launch(
+        self, plan: StepPlan, masks: Callable[[], Masks | None], /
+    ) -> Callable[[], StepResult]:
+        """Enqueue a step; what comes back waits for it and returns its outcome, in any thread."""
+        ...
+
+
 class InProcessExecutor:
     """Runs steps on a runner in this process, on the queue that it is given.
 
@@ -131,12 +149,14 @@ class InProcessExecutor:
         assert runner is not None, "launch after stop"
         mailbox = _Mailbox(plan.needs_masks)
 
-        def step() -> StepResult:
+        def step() -> Callable[[], StepResult]:
             if self._failed is not None:
                 raise StepFailed(self._failed)
             begin_s = time.perf_counter()
             self._thread = threading.get_ident()
             try:
+                if isinstance(runner, LaunchingRunner):
+                    return self._timed(runner.launch(plan, mailbox.take), begin_s)
                 result = runner.run(plan, mailbox.take)
             except BaseException as error:
                 told = f"the step failed: {type(error).__name__}: {error}"
@@ -146,9 +166,28 @@ class InProcessExecutor:
                 raise StepFailed(told, _is_out_of_memory(error)) from error
             finally:
                 self._thread = None
-            return StepResult(result.step_id, result.rows, time.perf_counter() - begin_s)
+            took_s = time.perf_counter() - begin_s
+            return lambda: StepResult(result.step_id, result.rows, took_s)
 
         return _LaunchedStep(self._queue.submit(step), mailbox)
+
+    def _timed(self, finish: Callable[[], StepResult], begin_s: float) -> Callable[[], StepResult]:
+        """Wait for a step that the device goes on with, and turn its errors into StepFailed."""
+
+        def wait() -> StepResult:
+            try:
+                result = finish()
+            except Exception as error:
+                told = f"the step failed: {type(error).__name__}: {error}"
+
+                def fail() -> None:
+                    self._failed = told
+
+                self._queue.submit(fail)
+                raise StepFailed(told, _is_out_of_memory(error)) from error
+            return StepResult(result.step_id, result.rows, time.perf_counter() - begin_s)
+
+        return wait
 
     def recover(self) -> None:
         """Take steps again after one has failed."""
@@ -205,7 +244,7 @@ class _Mailbox:
 class _LaunchedStep:
     """A step on the queue."""
 
-    def __init__(self, work: Work[StepResult], mailbox: _Mailbox) -> None:
+    def __init__(self, work: Work[Callable[[], StepResult]], mailbox: _Mailbox) -> None:
         self._work = work
         self._mailbox = mailbox
 
@@ -214,7 +253,7 @@ class _LaunchedStep:
 
     def result(self) -> StepResult:
         self._mailbox.cancel()  # masks that are still missing never come
-        return self._work.wait()
+        return self._work.wait()()
 
     def give_up(self) -> None:
         self._mailbox.cancel()

@@ -80,8 +80,6 @@ class Runner:
     find_bad_weight  asked once, when logits are not finite: names a weight that is not, or returns
                      None
     replay           what the decoder half does about the positions below a row's `floor`
-    share            the ranks that share prompts; only the first of them draws, the others run the
-                     same prefill plans and keep the same caches
     """
 
     def __init__(
@@ -95,9 +93,8 @@ class Runner:
         drafter: Drafter | None = None,
         find_bad_weight: Callable[[], str | None] = lambda: None,
         replay: ReplayMode = "off",
-        share: ContextShare | None = None,
     ) -> None:
-        self._follows = share is not None and share.group.place > 0
+        self._follows = False
         self.replay: ReplayMode = replay
         self.model = model
         self.caches = caches
@@ -106,10 +103,17 @@ class Runner:
         self.state = state
         self.device = device
         self.drafter = drafter
-        self._batches = BatchBuilder(layout, device, replay, share)
+        self._batches = BatchBuilder(layout, device, replay)
         self._history: dict[int, list[int]] = {}  # tokens of the slots with logits processors
         self._find_bad_weight = find_bad_weight
         self._bad_weight: tuple[str | None] | None = None
+
+    def share_prefill(self, share: ContextShare) -> None:
+        """Share prefill steps with other ranks. All run the same plans and keep the same caches;
+        the first of them draws.
+        """
+        self._batches.share = share
+        self._follows = share.group.place > 0
 
     def run(self, plan: StepPlan, masks: Callable[[], Masks | None]) -> StepResult:
         """Run a step: batch, model, sampler, acceptance, slot state, drafts.

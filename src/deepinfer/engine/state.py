@@ -27,6 +27,7 @@ class SlotState:
     drafts       [S, K]  int64, proposed continuation
     num_drafts   [S]     int64, how many of `drafts` are valid
     confidences  [S, K]  fp32
+    endings      [S, E]  int64, ids that end it, -1 padded; replaced when it has to grow
     """
 
     def __init__(self, num_slots: int, num_drafts: int, device: torch.device) -> None:
@@ -40,38 +41,48 @@ class SlotState:
         self.drafts = zeros(num_slots, num_drafts)
         self.num_drafts = zeros(num_slots)
         self.confidences = zeros(num_slots, num_drafts, dtype=torch.float32)
-        self._ending = zeros(num_slots, _FEW_ENDINGS) - 1
+        self.endings = zeros(num_slots, _FEW_ENDINGS) - 1
 
     def admit(self, admission: Admission) -> None:
         """Give a slot to a sequence."""
         slot, endings = admission.slot, sorted(set(admission.ending_ids))
-        self.length[slot] = admission.length
-        self.limit[slot] = admission.limit
-        self.alive[slot] = True
-        self.num_drafts[slot] = 0
-        missing = len(endings) - self._ending.shape[1]
+        one = slice(slot, slot + 1)  # filling a slice does not wait for a device
+        self.length[one].fill_(admission.length)
+        self.limit[one].fill_(admission.limit)
+        self.alive[one].fill_(True)
+        self.num_drafts[one].fill_(0)
+        missing = len(endings) - self.endings.shape[1]
         if missing > 0:
-            self._ending = torch.nn.functional.pad(self._ending, (0, missing), value=-1)
-        self._ending[slot] = -1
-        self._ending[slot, : len(endings)] = torch.tensor(endings, dtype=torch.int64)
+            self.endings = torch.nn.functional.pad(self.endings, (0, missing), value=-1)
+        self.endings[one].fill_(-1)
+        for place, token_id in enumerate(endings):
+            self.endings[one, place].fill_(token_id)
 
     def ends(self, slots: Tensor, token_ids: Tensor) -> Tensor:
         """Return which tokens end their sequence by what they are.
 
         slots [N], token_ids [N] or [N, J]; returns bool of the shape of `token_ids`.
         """
-        endings = self._ending[slots]
+        endings = self.endings[slots]
         if token_ids.dim() == 1:
             return (token_ids.unsqueeze(1) == endings).any(1)
         return (token_ids.unsqueeze(2) == endings.unsqueeze(1)).any(2)
 
-    def advance(self, slots: Tensor, token_ids: Tensor, accepted: Tensor, failed: Tensor) -> None:
+    def advance(
+        self,
+        slots: Tensor,
+        token_ids: Tensor,
+        accepted: Tensor,
+        failed: Tensor,
+        live: Tensor | None = None,
+    ) -> None:
         """Take new tokens per slot; forget its drafts.
 
-        slots      [N]     int64, each once
+        slots      [N]     int64, each once, but for slot 0
         token_ids  [N, J]  int64, of which the first accepted + 1 count
         accepted   [N]     int64, 0..J-1
         failed     [N]     bool, the sequence's logits could not be used: it ends
+        live       [N]     bool, the others have slot 0, which stays dead; None = all
         """
         length = self.length[slots] + accepted + 1
         self.length[slots] = length
@@ -79,7 +90,8 @@ class SlotState:
         self.num_drafts[slots] = 0
         places = torch.arange(token_ids.shape[1], device=token_ids.device)
         ended = (self.ends(slots, token_ids) & (places <= accepted.unsqueeze(1))).any(1)
-        self.alive[slots] = ~(ended | (length >= self.limit[slots]) | failed)
+        alive = ~(ended | (length >= self.limit[slots]) | failed)
+        self.alive[slots] = alive if live is None else alive & live
 
     def propose(self, slots: Tensor, drafts: Tensor, counts: Tensor, confidences: Tensor) -> None:
         """Keep drafts for the next step.

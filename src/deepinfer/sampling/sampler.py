@@ -47,6 +47,7 @@ _MOST_BIAS = 1e30  # more would become infinite in fp32, and a difference of two
 _NOISE_GROUPS = 2**18  # groups of four ids whose noise is made at a time on a device
 _HOST_FILTER_WIDTH = 4096  # from here on `filter_host` is faster than sorting whole rows
 _SCORED_ROWS = 64
+_FILTERED_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +243,7 @@ class Sampler:
         history: Callable[[int], Sequence[int]] | None = None,
         *,
         keep_drawn_from: bool = False,
+        on_device: Tensor | None = None,
     ) -> Sampled:
         """Choose one token for each row.
 
@@ -250,8 +252,11 @@ class Sampler:
         positions  N absolute positions of the tokens being chosen
         masks      what a grammar allows
         history    row -> all tokens before the one being chosen, for slots with processors
+        on_device  [N] int64 slots of the rows, where the host does not know whose row is whose;
+                   `slots` then names those that occur, none of them with processors. A mask's row
+                   may be N: nowhere
         """
-        rows = self._rows(slots, positions)
+        rows = self._rows(slots, positions, on_device)
         low, high = torch.amin(logits, dim=-1), torch.amax(logits, dim=-1)
         bad = ~(torch.isfinite(low) & torch.isfinite(high))
         masked = self._mask(logits, rows, masks)
@@ -267,11 +272,16 @@ class Sampler:
         drawn_from, tokens = self._choose(masked, rows, STREAM_TARGET)
         tokens = self._force(tokens, rows)
         kept = drawn_from if keep_drawn_from else None
-        told = self.logprobs(logits, drawn_from, slots, tokens)
+        told = self.logprobs(logits, drawn_from, slots, tokens, on_device)
         return Sampled(tokens, bad, *told, kept, spoilt)
 
     def logprobs(
-        self, logits: Tensor, drawn_from: Tensor, slots: Sequence[int], token_ids: Tensor
+        self,
+        logits: Tensor,
+        drawn_from: Tensor,
+        slots: Sequence[int],
+        token_ids: Tensor,
+        on_device: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return what the slots asked for: logprobs, ids and logprobs of alternatives, as in
         `Sampled`.
@@ -284,7 +294,8 @@ class Sampler:
         if not any(p.logprobs for p in params):
             return None, None, None
         if any(p.raw_logprobs for p in params):
-            raw = self._raw[self._put(slots)].unsqueeze(1)
+            own = self._put(slots) if on_device is None else on_device
+            raw = self._raw[own].unsqueeze(1)
             drawn_from = torch.where(raw, logits, drawn_from)
         norm = torch.logsumexp(drawn_from, dim=-1, keepdim=True)
         chosen = drawn_from.gather(1, token_ids.unsqueeze(1)) - norm
@@ -304,13 +315,14 @@ class Sampler:
         stream: int = STREAM_TARGET,
         *,
         keep_drawn_from: bool = False,
+        on_device: Tensor | None = None,
     ) -> Sampled:
         """Choose one draft for each row, with the parameters and, by default, the noise of targets.
 
         Arguments as of `sample`. Bans, bias, waiting for `min_tokens`, temperature and filters hold
         for drafts too; grammars, processors, forced ids and logprobs are the target's affair.
         """
-        rows = self._rows(slots, positions)
+        rows = self._rows(slots, positions, on_device)
         masked = self._mask(logits, rows, None)
         drawn_from, tokens = self._choose(masked, rows, stream)
         bad = torch.zeros_like(tokens, dtype=torch.bool)
@@ -349,9 +361,32 @@ class Sampler:
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
-    def _rows(self, slots: Sequence[int], positions: Sequence[int] | Tensor | None) -> _Rows:
+    def plainness(self, slots: Sequence[int]) -> str | None:
+        """Say how rows of these slots are drawn where that takes nothing but numbers kept by slot:
+        `greedy`, `draw` or `filter`; None where lists of their own or reports are involved.
+
+        Steps of one kind launch the same operations, so that they can be recorded and repeated.
+        """
+        params = [self._params[slot] for slot in slots]
+        for slot, p in zip(slots, params, strict=True):
+            if p.logprobs or p.processors or slot in self._bias or slot in self._ending:
+                return None
+            if slot in self._forced:
+                return None
+        if all(p.temperature == 0 for p in params):
+            return "greedy"
+        return "filter" if any(p.top_p < 1.0 or p.top_k > 0 for p in params) else "draw"
+
+    def _rows(
+        self,
+        slots: Sequence[int],
+        positions: Sequence[int] | Tensor | None,
+        on_device: Tensor | None = None,
+    ) -> _Rows:
         if positions is not None and not isinstance(positions, Tensor):
             positions = self._put(positions)
+        if on_device is not None:
+            return _Rows(slots, on_device, positions, each=False)
         return _Rows(slots, self._put(slots), positions)
 
     def _mask(self, logits: Tensor, rows: _Rows, masks: TokenMasks | None) -> Tensor:
@@ -378,7 +413,14 @@ class Sampler:
             where, bits = masks
             shifts = torch.arange(32, dtype=torch.int32, device=self._device)
             allowed = ((bits.unsqueeze(2) >> shifts) & 1).flatten(1)[:, : masked.shape[1]]
-            masked[where] = masked[where].masked_fill(allowed == 0, -math.inf)
+            if rows.each:
+                masked[where] = masked[where].masked_fill(allowed == 0, -math.inf)
+            else:
+                place = where.new_full((len(masked) + 1,), -1)
+                place[where] = torch.arange(len(where), device=self._device)
+                own = place[:-1].unsqueeze(1)
+                shut = (allowed[place[:-1].clamp(min=0)] == 0) & (own >= 0)
+                masked.masked_fill_(shut, -math.inf)
         return masked
 
     def _process(
@@ -391,6 +433,7 @@ class Sampler:
         having = [i for i, slot in enumerate(rows.host) if self._params[slot].processors]
         if not having:
             return masked
+        assert rows.each, "a processor is called for a row that the host knows"
         assert history is not None, "slots with processors need the history of their tokens"
         changed = masked.clone()
         for row in having:
@@ -427,14 +470,18 @@ class Sampler:
         if not filtering:
             return tempered
         top_p, top_k = self._top_p[rows.slots], self._top_k[rows.slots]
-        if len(filtering) == len(params):
+        if len(filtering) == len(params) or not rows.each:
             return self._filter(tempered, top_p, top_k)
         part = self._put(filtering)
         tempered[part] = self._filter(tempered[part], top_p[part], top_k[part])
         return tempered
 
     def _filter(self, tempered: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-        if self._fixed or tempered.shape[1] < _HOST_FILTER_WIDTH:
+        if self._fixed:
+            each = (torch.split(t, _FILTERED_ROWS) for t in (tempered, top_p, top_k))
+            kept = [filter_logits(*part) for part in zip(*each, strict=True)]
+            return kept[0] if len(kept) == 1 else torch.cat(kept)
+        if tempered.shape[1] < _HOST_FILTER_WIDTH:
             return filter_logits(tempered, top_p, top_k)
         return torch.from_numpy(filter_host(tempered.numpy(), top_p.numpy(), top_k.numpy()))
 
@@ -445,6 +492,10 @@ class Sampler:
         if len(greedy) == len(rows.host):
             return masked, self._largest(masked)
         assert rows.positions is not None
+        if not rows.each:
+            drawn = draw(drawn_from, self._seed[rows.slots], rows.positions, stream)
+            drawn = torch.where(self._temperature[rows.slots] > 0, drawn, self._largest(masked))
+            return drawn_from, drawn
         sampling = self._put(sorted(set(range(len(rows.host))) - set(greedy)))
         some = drawn_from[sampling] if greedy else drawn_from
         seeds = self._seed[rows.slots[sampling]]
@@ -479,11 +530,15 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a batch: their slots, on the host and the device, and their positions."""
+    """The rows of a batch: their slots, on the host and the device, and their positions.
+
+    each  the host knows the slot of each row; else only which slots occur
+    """
 
     host: Sequence[int]
     slots: Tensor
     positions: Tensor | None
+    each: bool = True
 
     def named(self, table: Mapping[int, object]) -> list[int]:
         """Return the slots of the batch that have an entry in a table."""

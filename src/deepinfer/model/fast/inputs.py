@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.cache.layout import CacheLayout
+from deepinfer.device.packer import Packer
 from deepinfer.errors import ShapeError
 from deepinfer.kernels.rows import ROW_BLOCK
 from deepinfer.model.fast.gather import ContextRows
@@ -235,12 +236,10 @@ def build_inputs(
     places = np.full(whole.num_rows, -1, dtype=np.int64)
     places[index] = np.arange(index.shape[0])
     compact = _build(kept, layout, device, floors=True)
-    return replace(
-        whole,
-        replay=Replay(
-            compact, torch.from_numpy(index).to(device), torch.from_numpy(places).to(device)
-        ),
-    )
+    put = Packer(device)
+    found = replace(whole, replay=Replay(compact, put(index), put(places)))
+    put.flush()
+    return found
 
 
 def decode_inputs(
@@ -249,7 +248,7 @@ def decode_inputs(
     """Lay out a decode step; errors as in `build_inputs`."""
     slots, starts, counts = rows.slots, rows.starts, rows.counts
     num_sequences, num_rows = len(slots), len(rows.token_ids)
-    put = _putter(device)
+    put = Packer(device)
     if counts is None:
         cu_rows = last_rows = None
         positions, row_slots = starts, slots
@@ -317,7 +316,7 @@ def decode_inputs(
             max_visible=max(per_sequence),
         )
     engram = layout.engram_tail
-    return ModelInputs(
+    found = ModelInputs(
         decode=True,
         num_rows=num_rows,
         num_sequences=num_sequences,
@@ -333,7 +332,10 @@ def decode_inputs(
         ratios=ratios,
         tail=history(1, layout.tails[0][1].length) if layout.tails else None,
         engram=None if engram is None else history(layout.engram_history, engram.length),
+        paged=torch.device(device).type != "cpu",
     )
+    put.flush()
+    return found
 
 
 def _decode_rows(sequences: Sequence[SequenceRows]) -> DecodeRows:
@@ -408,7 +410,7 @@ def _build(
     token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in sequences), np.int64, num_rows)
     any_saves = any(s.saves for s in sequences)
 
-    put = _putter(device)
+    put = Packer(device)
     window, ring = layout.window, layout.ring_length
     first = np.maximum(positions - window + 1, 0)
     held = first[:, None] + np.arange(window)
@@ -457,7 +459,7 @@ def _build(
         )
     engram = layout.engram_tail
     saved = _saved(sequences, cu_rows, window, ring) if any_saves else None
-    return ModelInputs(
+    found = ModelInputs(
         decode=False,
         num_rows=num_rows,
         num_sequences=num_sequences,
@@ -473,7 +475,10 @@ def _build(
         ratios=ratios,
         tail=history(1, layout.tails[0][1].length) if layout.tails else None,
         engram=None if engram is None else history(layout.engram_history, engram.length),
+        paged=torch.device(device).type != "cpu",
     )
+    put.flush()
+    return found
 
 
 def _saved(

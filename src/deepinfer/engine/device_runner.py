@@ -1,0 +1,624 @@
+"""Runner of an accelerator: a launch never waits for it.
+
+The host names slots, draft budgets and block tables, in one copy a step; positions, tokens and what
+follows from them are worked out on the device. Outcomes come back in one copy, behind an event.
+Decode steps whose draw needs nothing else run whole from CUDA graphs. Source: runtime
+specification, 2.3 and D2.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepinfer.cache.layout import CacheLayout
+from deepinfer.cache.tensors import Caches
+from deepinfer.config.engine import EngineConfig
+from deepinfer.device.packer import Packer
+from deepinfer.engine.drafting import Drafter
+from deepinfer.engine.graphs import GraphCache, StepKey, bound_bucket, row_bucket
+from deepinfer.engine.plan import (
+    Admission,
+    Masks,
+    RowPlan,
+    RowResult,
+    StepKind,
+    StepPlan,
+    StepResult,
+)
+from deepinfer.engine.runner import Runner, StepModel
+from deepinfer.engine.sizing import Sizes
+from deepinfer.engine.state import SlotState
+from deepinfer.model.fast.device_rows import device_inputs, layout_form
+from deepinfer.model.fast.inputs import ReplayMode, SequenceRows, build_inputs
+from deepinfer.sampling.sampler import Sampled, Sampler, TokenMasks
+from deepinfer.sampling.speculative import Windows, accept_equal, split_budget
+
+__all__ = ["DeviceRunner", "make_runner"]
+
+IntArray = NDArray[np.int64]
+
+_FIXED = 9
+"""Columns of an outcome in front of tokens and drafts."""
+
+
+def make_runner(
+    config: EngineConfig,
+    sizes: Sizes,
+    model: StepModel,
+    caches: Caches,
+    layout: CacheLayout,
+    sampler: Sampler,
+    state: SlotState,
+    device: torch.device,
+    drafter: Drafter | None,
+    find_bad_weight: Callable[[], str | None],
+) -> Runner:
+    """Return the runner of a device: `Runner` on a CPU, `DeviceRunner` elsewhere."""
+    parts = (model, caches, layout, sampler, state, device, drafter, find_bad_weight)
+    if device.type == "cpu":
+        return Runner(*parts, config.replay.mode)
+    most = sizes.max_model_len + config.speculation.num_drafts + 1
+    graphs = config.scheduling.cuda_graphs
+    return DeviceRunner(
+        *parts,
+        config.replay.mode,
+        max_sequences=config.scheduling.max_num_seqs,
+        max_blocks=-(-most // layout.tokens_per_block),
+        graphs=device.type == "cuda" and graphs != "off",
+        strict=graphs == "on",
+    )
+
+
+class _Rows(NamedTuple):
+    """B sequences and their T rows on the device; rows of none belong to slot 0.
+
+    live       [B]  sequences that run: the device has not ended them
+    slots      [B]  their slots, 0 for the others
+    windows         rows of each sequence
+    row_slots  [T]
+    positions  [T]  of the tokens to draw
+    start      [B]  position of each sequence's first row
+    last       [B]  the token of that row
+    proposed   [B]  drafts that each had
+    """
+
+    live: Tensor
+    slots: Tensor
+    windows: Windows
+    row_slots: Tensor
+    positions: Tensor
+    start: Tensor
+    last: Tensor
+    proposed: Tensor
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step on its way: what it was, and where its outcome arrives."""
+
+    plan: StepPlan
+    drawing: tuple[RowPlan, ...]
+    charged: tuple[tuple[int, int, int], ...]  # slot, its generation, tokens counted at launch
+    event: torch.cuda.Event | None = None
+    packed: Tensor | None = None
+    confidences: Tensor | None = None
+    reports: tuple[Tensor | None, ...] = ()
+    scores: Tensor | None = None
+    scored: tuple[RowPlan, ...] = ()
+
+
+class DeviceRunner(Runner):
+    """Runs planned steps on an accelerator; arguments beside `Runner`'s:
+
+    max_sequences, max_blocks  most sequences of a step, and blocks of one
+    graphs        record decode steps
+    strict        raise where a step cannot be recorded
+    Steps with logits processors, under rejection sampling or together with other ranks wait for
+    the device as `Runner` does.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        caches: Caches,
+        layout: CacheLayout,
+        sampler: Sampler,
+        state: SlotState,
+        device: torch.device,
+        drafter: Drafter | None = None,
+        find_bad_weight: Callable[[], str | None] = lambda: None,
+        replay: ReplayMode = "off",
+        *,
+        max_sequences: int,
+        max_blocks: int,
+        graphs: bool,
+        strict: bool = False,
+    ) -> None:
+        super().__init__(
+            model, caches, layout, sampler, state, device, drafter, find_bad_weight, replay
+        )
+        num_slots = state.length.shape[0]
+        self.graphs: GraphCache[tuple[Tensor, ...]] = GraphCache(graphs, strict)
+        self._form = layout_form(layout)
+        self._most_tokens = max_blocks * layout.tokens_per_block
+        self._least_bound = max(layout.tokens_per_block, 512)
+        self._table = torch.zeros(num_slots, max_blocks, dtype=torch.int64, device=device)
+        self._tabled: dict[int, Sequence[int]] = {}  # slot -> the table that the device has
+        # What a recorded step reads of its plan: the budget, slots, most drafts of each.
+        self._most_sequences = row_bucket(max_sequences)
+        self._given = torch.zeros(4 + 2 * self._most_sequences, dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None  # of recorded steps whose draw is not recorded
+        self._lengths = np.zeros(num_slots, dtype=np.int64)  # at most so many tokens
+        self._generation = np.zeros(num_slots, dtype=np.int64)
+        self._late: deque[tuple[int, int, int]] = deque()  # corrections of these bounds
+        self._endings = state.endings
+        self._explaining = threading.Lock()
+
+    # ---- the device's queue
+
+    def launch(self, plan: StepPlan, masks: Callable[[], Masks | None]) -> Callable[[], StepResult]:
+        """Enqueue a step; what comes back waits for it."""
+        if self._must_wait(plan):
+            result = self.run(plan, masks)
+            self._count(plan, result)
+            return lambda: result
+        for admission in plan.admissions:
+            self._admit(admission)
+        if self._endings is not self.state.endings:  # it grew: recordings write to the old one
+            self._endings = self.state.endings
+            self.graphs.forget()
+        with torch.inference_mode():
+            self._prepare_caches(plan)
+            if not plan.rows:
+                empty = StepResult(plan.step_id, ())
+                return lambda: empty
+            if plan.kind is StepKind.DECODE:
+                launched = self._decode(plan, masks)
+            else:
+                launched = self._prefill(plan, masks)
+        return lambda: self._finish(launched)
+
+    def prepare(self) -> None:
+        """Run and record the largest step, of padding, before any other: it takes the most memory,
+        and all smaller ones live in what it took.
+        """
+        if not self.graphs.enabled:
+            return
+        drafts = 0 if self.drafter is None else self.drafter.num_drafts
+        sequences = self._most_sequences
+        key = StepKey(
+            sequences,
+            row_bucket(sequences * (1 + drafts)),
+            bound_bucket(self._most_tokens, self._least_bound, self._most_tokens),
+            drafts > 0,
+            False,
+            self.drafter is not None,
+            "greedy",
+        )
+        with torch.inference_mode():
+            for _ in range(2):
+                self._given.zero_()
+                self.graphs.run(key, lambda: self._whole(key, ()))
+
+    def _must_wait(self, plan: StepPlan) -> bool:
+        if plan.together is not None or self._batches.share is not None:
+            return True
+        if self.drafter is not None and self.drafter.rejects:
+            return True
+        asked = any(a.params.processor_factories for a in plan.admissions)
+        return asked or any(row.slot in self._history for row in plan.rows)
+
+    def _admit(self, admission: Admission) -> None:
+        super()._admit(admission)
+        slot = admission.slot
+        self._lengths[slot] = admission.length
+        self._generation[slot] += 1
+        self._tabled.pop(slot, None)
+
+    def _count(self, plan: StepPlan, result: StepResult) -> None:
+        """Take over the lengths that a step which was waited for left."""
+        for row, outcome in zip((r for r in plan.rows if r.reports), result.rows, strict=True):
+            self._lengths[row.slot] += len(outcome.token_ids)
+
+    def _catch_up(self) -> None:
+        """Take over what is known of steps that have ended since."""
+        while self._late:
+            slot, generation, tokens = self._late.popleft()
+            if self._generation[slot] == generation:
+                self._lengths[slot] -= tokens
+
+    def _charge(self, rows: Sequence[RowPlan]) -> tuple[tuple[int, int, int], ...]:
+        """Count the most tokens that rows may add; return what was counted."""
+        charged = []
+        for row in rows:
+            most = 1 + row.num_drafts
+            self._lengths[row.slot] += most
+            charged.append((row.slot, int(self._generation[row.slot]), most))
+        return tuple(charged)
+
+    def _take_tables(self, rows: Sequence[RowPlan]) -> None:
+        """Bring over the block tables that changed."""
+        changed = [row for row in rows if self._tabled.get(row.slot) is not row.blocks]
+        if not changed:
+            return
+        width = max(len(row.blocks) for row in changed)
+        tables = np.zeros((len(changed), width), dtype=np.int64)
+        for at, row in enumerate(changed):
+            tables[at, : len(row.blocks)] = row.blocks
+            self._tabled[row.slot] = row.blocks
+        put = Packer(self.device)
+        slots, found = put(np.array([row.slot for row in changed], dtype=np.int64)), put(tables)
+        put.flush()
+        self._table[:, :width].index_copy_(0, slots, found)
+
+    # ---- decode
+
+    def _decode(self, plan: StepPlan, masks: Callable[[], Masks | None]) -> _Launched:
+        """Launch a step in which every row continues from its slot."""
+        rows = plan.rows
+        self._catch_up()
+        self._take_tables(rows)
+        asked = [row.num_drafts for row in rows]
+        bound = max(int(self._lengths[row.slot]) + row.num_drafts for row in rows)
+        names = sorted({row.slot for row in rows})
+        drafts = sum(asked) if self.drafter is not None else 0
+        budget = plan.draft_budget
+        if budget is not None:
+            drafts = min(drafts, budget)
+        sequences = row_bucket(len(rows))
+        key = StepKey(
+            sequences,
+            row_bucket(len(rows) + drafts) if drafts else sequences,
+            bound_bucket(bound, self._least_bound, self._most_tokens),
+            drafts > 0,
+            drafts > 0 and budget is not None,
+            self.drafter is not None and plan.propose,
+            None if plan.needs_masks else self.sampler.plainness(names),
+        )
+        self._give(rows, asked, budget or 0)
+        launched = _Launched(plan, rows, self._charge(rows))
+        if key.draws is not None:
+            packed, *rest = self.graphs.run(key, lambda: self._whole(key, names))
+            return self._send(launched, packed, rest[0] if rest else None, ())
+        logits, *flat = self.graphs.run(key, lambda: self._kept(key))
+        found = _unflatten(flat)
+        allowed = None
+        if plan.needs_masks:
+            allowed = self._allowed(masks(), plan, found.windows, key.rows)
+        return self._send(launched, *self._draw_all(found, logits, names, allowed, key.propose))
+
+    def _give(self, rows: Sequence[RowPlan], asked: Sequence[int], budget: int) -> None:
+        """Hand the device what it needs of a plan, in one copy."""
+        pinned = self.device.type == "cuda"
+        host = torch.zeros(self._given.shape[0], dtype=torch.int64, pin_memory=pinned)
+        values = host.numpy()
+        values[0] = budget
+        values[4 : 4 + len(rows)] = [row.slot for row in rows]
+        begin = 4 + self._most_sequences
+        values[begin : begin + len(rows)] = asked
+        self._given.copy_(host, non_blocking=True)
+
+    def _forward(self, key: StepKey) -> tuple[Tensor, _Rows]:
+        """Work out a step's rows and run the model on them; returns logits [T, V]."""
+        state, device = self.state, self.device
+        slots = self._given[4 : 4 + key.sequences]
+        live = state.alive[slots] & (slots > 0)
+        held = torch.where(live, slots, 0)
+        if key.drafted:
+            begin = 4 + self._most_sequences
+            asked = self._given[begin : begin + key.sequences]
+            # The last token of the limit is never fed, and the row before it draws it.
+            room = state.limit[held] - state.length[held] - 1
+            valid = torch.minimum(torch.minimum(asked, state.num_drafts[held]), room)
+            valid = torch.where(live, valid.clamp(min=0), 0)
+            if key.budgeted:
+                valid = split_budget(state.confidences[held], valid, self._given[0])
+            counts = torch.where(live, valid + 1, 0)
+            ends = counts.cumsum(0)
+            row = torch.arange(key.rows, device=device)
+            owner = torch.searchsorted(ends, row, right=True).clamp(max=key.sequences - 1)
+            real = row < ends[-1]
+            row_slots = torch.where(real, held[owner], 0)
+            places = torch.where(real, row - (ends - counts)[owner], 0)
+            first = (ends - counts).clamp(max=key.rows - 1)
+        else:
+            valid, places = torch.zeros_like(slots), torch.zeros_like(slots)
+            row_slots, first = held, torch.arange(key.sequences, device=device)
+        inputs = device_inputs(
+            row_slots,
+            places,
+            state.length,
+            state.last_token,
+            state.drafts,
+            self._table,
+            self._form,
+            key.most_tokens,
+        )
+        every = torch.arange(key.rows, device=device)
+        logits = self.model.forward(inputs, self.caches, every)
+        windows = Windows(first, state.drafts[held], valid)
+        rows = _Rows(
+            live,
+            held,
+            windows,
+            row_slots,
+            inputs.positions + 1,
+            state.length[held] - 1,
+            state.last_token[held],
+            state.num_drafts[held],
+        )
+        return logits, rows
+
+    def _whole(self, key: StepKey, names: Sequence[int]) -> tuple[Tensor, ...]:
+        """A step from its slots to its packed outcome."""
+        logits, rows = self._forward(key)
+        packed, confidences, _ = self._draw_all(rows, logits, names, None, key.propose)
+        return (packed,) if confidences is None else (packed, confidences)
+
+    def _kept(self, key: StepKey) -> tuple[Tensor, ...]:
+        """A step up to its logits, which lie where no other recording writes."""
+        logits, rows = self._forward(key)
+        if self.graphs.enabled:
+            if self._logits is None or len(self._logits) < key.rows:
+                self._logits = torch.empty_like(logits)
+            self._logits[: key.rows].copy_(logits)
+            logits = self._logits[: key.rows]
+        return (logits, *_flatten(rows))
+
+    def _allowed(
+        self, masks: Masks | None, plan: StepPlan, windows: Windows, num_rows: int
+    ) -> TokenMasks | None:
+        """Bring grammar masks over; a draft that is not verified has no row."""
+        if masks is None or not masks.rows:
+            return None
+        sampling = [idx for idx, row in enumerate(plan.rows) if row.samples]
+        place = {idx: at for at, idx in enumerate(sampling)}
+        put = Packer(self.device)
+        owner = put(np.array([place[idx] for idx, _ in masks.rows], dtype=np.int64))
+        draft = put(np.array([at for _, at in masks.rows], dtype=np.int64))
+        put.flush()
+        rows = torch.where(draft <= windows.counts[owner], windows.first[owner] + draft, num_rows)
+        bits = torch.from_numpy(masks.bits.view(np.int32))
+        if self.device.type == "cuda" and not bits.is_pinned():
+            bits = bits.pin_memory()
+        return rows, bits.to(self.device, non_blocking=True)
+
+    # ---- prefill
+
+    def _prefill(self, plan: StepPlan, masks: Callable[[], Masks | None]) -> _Launched:
+        """Launch a step that fills from prompts: what runs is known to the host."""
+        sequences: list[SequenceRows] = []
+        drawn: list[int] = []
+        scored: list[int] = []
+        ends: list[int] = []
+        end = 0
+        for row in plan.rows:
+            count = len(row.token_ids)
+            scored += range(end, end + len(row.scored_ids))
+            end += count
+            ends.append(row.start + count)
+            if row.samples:
+                drawn.append(end - 1)
+            # The plan's table covers what the sequence may reach, the model wants what it has.
+            held = -(-(row.start + count) // self.layout.tokens_per_block)
+            sequences.append(
+                SequenceRows(
+                    row.slot, row.start, row.token_ids, row.blocks[:held], row.floor, row.saves
+                )
+            )
+        drawing = tuple(row for row in plan.rows if row.samples)
+        put = Packer(self.device)
+        logits_rows = put(np.array(drawn + scored, dtype=np.int64))
+        slots = put(np.array([row.slot for row in drawing], dtype=np.int64))
+        positions = put(
+            np.array(
+                [end for end, row in zip(ends, plan.rows, strict=True) if row.samples],
+                dtype=np.int64,
+            )
+        )
+        put.flush()
+        inputs = build_inputs(sequences, False, self.layout, self.device, self.replay)
+        logits = self.model.forward(inputs, self.caches, logits_rows)
+        launched = _Launched(plan, drawing, self._charge(drawing))
+        launched.scored = tuple(row for row in plan.rows if row.scored_ids)
+        if scored:
+            owners = [row.slot for row in launched.scored for _ in row.scored_ids]
+            ids = [token for row in launched.scored for token in row.scored_ids]
+            launched.scores = _bring(self.sampler.score(logits[len(drawn) :], owners, ids))
+        if not drawing:
+            return self._send(launched, None, None, ())
+        first = torch.arange(len(drawing), device=self.device)
+        zero = torch.zeros_like(slots)
+        found = _Rows(
+            torch.ones_like(slots, dtype=torch.bool),
+            slots,
+            Windows(first, self.state.drafts[slots], zero),
+            slots,
+            positions,
+            positions - 1,
+            zero,
+            zero,
+        )
+        allowed = None
+        if plan.needs_masks:
+            allowed = self._allowed(masks(), plan, found.windows, len(drawing))
+        names = sorted({row.slot for row in drawing})
+        propose = self.drafter is not None and plan.propose
+        return self._send(
+            launched, *self._draw_all(found, logits[: len(drawn)], names, allowed, propose)
+        )
+
+    # ---- what follows the logits
+
+    def _draw_all(
+        self,
+        rows: _Rows,
+        logits: Tensor,
+        names: Sequence[int],
+        allowed: TokenMasks | None,
+        propose: bool,
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+        """Draw, accept drafts, advance the slots, draft again.
+
+        Returns the outcome [B, columns] int64, confidences of the new drafts [B, K] or None, and
+        what was reported of each row, if anything.
+        """
+        sampled: Sampled = self.sampler.sample(
+            logits, names, rows.positions, allowed, on_device=rows.row_slots
+        )
+        accepted, emitted = accept_equal(sampled.token_ids, rows.windows)
+        # A row whose logits are bad is drawn again in the next step, as the first of its own.
+        good = (~sampled.bad[rows.windows.rows()]).long().cumprod(dim=1).sum(dim=1)
+        failed = good == 0
+        accepted = torch.minimum(accepted, (good - 1).clamp(min=0))
+        self.state.advance(rows.slots, emitted, accepted, failed, rows.live)
+        if propose and self.drafter is not None:
+            self.drafter.propose(self.caches, rows.slots, names)
+        state = self.state
+        numbers = (
+            accepted,
+            failed,
+            rows.live,
+            rows.windows.counts,
+            rows.proposed,
+            rows.start,
+            rows.last,
+            rows.windows.first,
+            state.num_drafts[rows.slots],
+        )
+        assert len(numbers) == _FIXED
+        parts = [torch.stack([n.long() for n in numbers], dim=1), emitted]
+        confidences = None
+        if self.drafter is not None:
+            parts += [rows.windows.drafts, state.drafts[rows.slots]]
+            confidences = state.confidences[rows.slots]
+        reports = (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        return torch.cat(parts, dim=1), confidences, reports
+
+    def _send(
+        self,
+        launched: _Launched,
+        packed: Tensor | None,
+        confidences: Tensor | None,
+        reports: tuple[Tensor | None, ...],
+    ) -> _Launched:
+        """Start the copies to the host and mark their end."""
+        launched.packed = _bring(packed)
+        launched.confidences = _bring(confidences)
+        launched.reports = tuple(_bring(part) for part in reports)
+        if self.device.type == "cuda":
+            launched.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            launched.event.record()
+        return launched
+
+    # ---- any thread
+
+    def _finish(self, launched: _Launched) -> StepResult:
+        """Wait for a step and read its outcome."""
+        if launched.event is not None:
+            launched.event.synchronize()
+        plan = launched.plan
+        found: dict[int, RowResult] = {}
+        if launched.packed is not None:
+            found = self._read(launched, launched.packed.numpy())
+        got = {slot: len(result.token_ids) for slot, result in found.items()}
+        for slot, generation, most in launched.charged:
+            self._late.append((slot, generation, most - got.get(slot, 0)))
+        scores: dict[int, tuple[float, ...]] = {}
+        if launched.scores is not None:
+            values, begin = launched.scores.tolist(), 0
+            for row in launched.scored:
+                scores[row.slot] = tuple(values[begin : begin + len(row.scored_ids)])
+                begin += len(row.scored_ids)
+        results = []
+        for row in plan.rows:
+            if row.reports:
+                result = found.get(row.slot) or RowResult(row.request_id, ())
+                if row.scored_ids:
+                    result = result._replace(prompt_logprobs=scores.get(row.slot))
+                results.append(result)
+        return StepResult(plan.step_id, tuple(results))
+
+    def _read(self, launched: _Launched, packed: NDArray[Any]) -> dict[int, RowResult]:
+        """Return slot -> outcome of the rows that drew."""
+        drafts = self.state.drafts.shape[1]
+        numbers = packed[:, :_FIXED].tolist()
+        emitted = packed[:, _FIXED : _FIXED + 1 + drafts].tolist()
+        begin = _FIXED + 1 + drafts
+        before = packed[:, begin : begin + drafts].tolist()
+        following = packed[:, begin + drafts : begin + 2 * drafts].tolist()
+        told = None if launched.confidences is None else launched.confidences.tolist()
+        logprobs, top_ids, top = (
+            None if part is None else part.tolist() for part in launched.reports or (None,) * 3
+        )
+        drawn: dict[int, RowResult] = {}
+        explained: str | None = None
+        for at, row in enumerate(launched.drawing):
+            accepted, failed, live, verified, proposed, start, last, first, valid = numbers[at]
+            if not live:
+                continue
+            slot = row.slot
+            if failed:
+                if explained is None:
+                    fed = row.token_ids or [last, *before[at][:verified]]
+                    where = row.start if row.token_ids else start
+                    sequence = SequenceRows(slot, where, fed, row.blocks)
+                    with self._explaining:
+                        explained = self.explain(sequence, launched.plan.kind)
+                drawn[slot] = RowResult(row.request_id, (), error=explained)
+                continue
+            count = accepted + 1
+            own = pairs = None
+            params = self.sampler.params(slot)
+            if logprobs is not None:
+                own = tuple(logprobs[first : first + count]) if params.logprobs else None
+                most = params.num_top_logprobs
+                if top_ids is not None and top is not None and most:
+                    pairs = tuple(
+                        tuple(zip(top_ids[i][:most], top[i][:most], strict=True))
+                        for i in range(first, first + count)
+                    )
+            own_ids = tuple(emitted[at][:count])
+            if told is None:
+                drawn[slot] = RowResult(row.request_id, own_ids, own, pairs)
+                continue
+            drawn[slot] = RowResult(
+                row.request_id,
+                own_ids,
+                own,
+                pairs,
+                None,
+                proposed,
+                verified,
+                accepted,
+                tuple(following[at][:valid]),
+                tuple(told[at][:valid]),
+            )
+        return drawn
+
+
+def _bring(tensor: Tensor | None) -> Tensor | None:
+    """Start copying a tensor to the host; it is there once the step's event has passed."""
+    if tensor is None or tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _flatten(rows: _Rows) -> tuple[Tensor, ...]:
+    live, slots, windows, *rest = rows
+    return (live, slots, windows.first, windows.drafts, windows.counts, *rest)
+
+
+def _unflatten(parts: Sequence[Tensor]) -> _Rows:
+    live, slots, first, drafts, counts, *rest = parts
+    return _Rows(live, slots, Windows(first, drafts, counts), *rest)

@@ -1,0 +1,127 @@
+"""Which sizes decode steps are recorded in, and the recordings: CUDA graphs in one memory pool."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+__all__ = ["GraphCache", "StepKey", "bound_bucket", "row_bucket"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StepKey(NamedTuple):
+    """Everything that decides which operations a decode step launches, and in which shapes.
+
+    sequences    sequences, padded
+    rows         rows, padded
+    most_tokens  no position is as large
+    drafted      some sequence verifies drafts
+    budgeted     these share a budget
+    propose      drafts are made for the next step
+    draws        `Sampler.plainness` of the batch; None: the draw is not part of the recording
+    """
+
+    sequences: int
+    rows: int
+    most_tokens: int
+    drafted: bool
+    budgeted: bool
+    propose: bool
+    draws: str | None
+
+
+def row_bucket(count: int) -> int:
+    """Return the padded number of rows: 1, 2, 4, 8, then multiples of 8, 16, 32, ... so that at
+    most an eighth of the rows above 64 is padding.
+    """
+    if count <= 8:
+        return 1 << max(0, count - 1).bit_length()
+    step = 8
+    while count > 8 * step:
+        step *= 2
+    return -(-count // step) * step
+
+
+def bound_bucket(tokens: int, least: int, most: int) -> int:
+    """Return the padded bound of positions: `least` times a power of four, at most `most`."""
+    bound = least
+    while bound < tokens:
+        bound *= 4
+    return min(bound, most)
+
+
+class GraphCache(Generic[T]):
+    """Runs work by its key: the first time as it is, later from a recording.
+
+    The first run compiles what is not compiled yet; recorded is the second. A recording's results
+    lie in memory of the pool that all share, and are overwritten by the next run of any.
+
+    enabled   False runs everything as it is
+    strict    raise when work cannot be recorded; else say so once and go on without recordings
+    most      recordings that are kept; the one used longest ago goes first
+    """
+
+    def __init__(self, enabled: bool, strict: bool = False, most: int = 192) -> None:
+        self.enabled = enabled
+        self.num_recorded = 0
+        self._strict = strict
+        self._most = most
+        self._seen: set[StepKey] = set()
+        self._graphs: OrderedDict[StepKey, tuple[torch.cuda.CUDAGraph, T]] = OrderedDict()
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def run(self, key: StepKey, work: Callable[[], T]) -> T:
+        """Run work, which depends on the key and on the contents of fixed tensors alone."""
+        if not self.enabled:
+            return work()
+        found = self._graphs.get(key)
+        if found is None:
+            if key not in self._seen:
+                self._seen.add(key)
+                return work()
+            found = self._record(key, work)
+            if found is None:
+                return work()
+        self._graphs.move_to_end(key)
+        found[0].replay()
+        return found[1]
+
+    def forget(self) -> None:
+        """Drop all recordings: a tensor that they use was replaced."""
+        self._graphs.clear()
+
+    def _record(self, key: StepKey, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
+        if self._pool is None or self._stream is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        while len(self._graphs) >= self._most:
+            self._graphs.popitem(last=False)
+        graph = torch.cuda.CUDAGraph()
+        stream, current = self._stream, torch.cuda.current_stream()
+        try:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                finally:
+                    graph.capture_end()
+            current.wait_stream(stream)
+        except Exception as error:
+            if self._strict:
+                raise
+            _log.warning("decode steps run without CUDA graphs: %s", error)
+            self.enabled = False
+            self._graphs.clear()
+            return None
+        self._graphs[key] = (graph, result)
+        self.num_recorded += 1
+        return graph, result

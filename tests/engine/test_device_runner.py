@@ -1,0 +1,96 @@
+"""The runner of an accelerator, on a CPU without graphs: the outcomes of the plain runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import deepinfer.llm
+from deepinfer.engine.device_runner import DeviceRunner
+from deepinfer.engine.graphs import bound_bucket, row_bucket
+from deepinfer.engine.request import Completion, SamplingParams
+from deepinfer.llm import LLM
+
+DRAFTS = {"speculation.num_drafts": 3, "cache.tokens_per_block": 32}
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Makes engines whose device side is that of a card, on the CPU."""
+
+    def make(config, sizes, model, caches, layout, sampler, *rest):
+        sampler._fixed = True
+        most = sizes.max_model_len + config.speculation.num_drafts + 1
+        return DeviceRunner(
+            *(model, caches, layout, sampler, *rest, config.replay.mode),
+            max_sequences=config.scheduling.max_num_seqs,
+            max_blocks=-(-most // layout.tokens_per_block),
+            graphs=False,
+        )
+
+    made: list[LLM] = []
+
+    def start(**settings: object) -> LLM:
+        monkeypatch.setattr(deepinfer.llm, "make_runner", make)
+        made.append(LLM("golden", device="cpu", config=settings))
+        monkeypatch.undo()
+        return made[-1]
+
+    yield start
+    for llm in made:
+        llm.close()
+
+
+def outcome(result: Completion) -> tuple[object, ...]:
+    return result.token_ids, result.finish_reason, result.logprobs, result.top_logprobs
+
+
+def requests(plain: bool) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, 280, n).tolist() for n in (1, 2, 31, 127, 128, 129, 40)]
+    params = [
+        SamplingParams(
+            temperature=(0.0, 0.7, 1.0)[i % 3],
+            top_p=1.0 if plain else (1.0, 0.8)[i % 2],
+            top_k=-1 if plain else (-1, 20)[i % 2],
+            seed=i,
+            max_tokens=4 + i,
+            ignore_eos=i % 2 == 0,
+            min_tokens=0 if plain else i % 3,
+            logit_bias={} if plain or i % 3 else {7: 3.0},
+            logprobs=0 if plain else i % 2,
+            top_logprobs=0 if plain else 2 * (i % 2),
+        )
+        for i in range(len(prompts))
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("drafts", [{}, DRAFTS])
+def test_outcomes_are_those_of_the_plain_runner(
+    plain: bool, drafts: dict[str, object], on_device: Callable[..., LLM]
+) -> None:
+    settings = {**drafts, "scheduling.overlap": plain}
+    with LLM("golden", device="cpu", config=settings) as llm:
+        want = [outcome(r) for r in llm.generate(*requests(plain))]
+    llm = on_device(**settings, **{"scheduling.max_num_seqs": 5})
+    got = [outcome(r) for r in llm.generate(*requests(plain))]
+    for mine, other in zip(got, want, strict=True):
+        assert mine[:2] == other[:2]
+        assert (mine[2] is None) == (other[2] is None)
+        if mine[2] is not None:
+            assert np.allclose(mine[2], other[2], atol=1e-5)
+    alone = [outcome(llm.generate(p, own)[0]) for p, own in zip(*requests(plain), strict=True)]
+    assert alone == got
+
+
+def test_buckets_cover_and_waste_little() -> None:
+    for count in range(1, 3000):
+        padded = row_bucket(count)
+        assert count <= padded and row_bucket(padded) == padded
+        assert count < 64 or padded <= count * 1.25
+    assert [row_bucket(n) for n in (1, 2, 3, 9, 64, 65, 129)] == [1, 2, 4, 16, 64, 80, 160]
+    assert [bound_bucket(n, 512, 5000) for n in (1, 512, 513, 2049)] == [512, 512, 2048, 5000]
