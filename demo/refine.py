@@ -23,7 +23,7 @@ from deepinfer.bench.evaldata import Document
 from deepinfer.bench.evalmodel import EvalModel
 from deepinfer.bench.evaluate import cut
 from deepinfer.config.engine import EngineConfig
-from demo.draft import BALANCE, Drafter, Trials, fit_confidence
+from demo.draft import Drafter, Trials, fit_confidence
 from demo.model import Backbone
 from demo.optim import Optimizer
 from demo.rows import EOS_ID
@@ -34,6 +34,7 @@ PROMPT, CONTINUED = 257, 96
 KEPT_FROM = 190  # first position whose features are kept: the window before the last of the prompt
 GENERATED = ("json", "json_chat", "tool_chat")
 TOGETHER = 64
+LOOK_EVERY = 250
 
 
 def natural_prompts(work: Path, tokenizer: Any, seed: int) -> dict[str, list[list[int]]]:
@@ -242,7 +243,7 @@ def tune(args: argparse.Namespace, began: float) -> None:
             optimizer.step(min(1.0, (step + 1) / 100) * (1 - spent), grads)
         ring.append(stats[: 1 + 2 * k])
         step += 1
-        if step % 1000 == 0:
+        if step % LOOK_EVERY == 0:
             e = torch.stack(ring).mean(0)
             rates = (e[1 : 1 + k] / e[1 + k :].clamp_min(1)).tolist()
             print(json.dumps({"step": step, "rows": len(fresh.ids), "loss": float(e[0]), "rates": [round(r, 3) for r in rates],
