@@ -59,7 +59,7 @@ def experts(
     """Products of rows sorted by expert, into poisoned memory."""
     rows = sum(counts)
     out = torch.full((rows, weight.outputs), torch.nan, dtype=torch.bfloat16)
-    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    offsets = torch.tensor([0, *counts]).cumsum(0)
     call(
         library, name, x, scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
@@ -136,9 +136,9 @@ def test_rows_are_taken_from_their_sources(library: ctypes.CDLL, seed: int) -> N
     generator = torch.Generator().manual_seed(seed)
     weight = pack_fp4(*draw(generator, 2, 256, 256), Decoded.FP4_BF16)
     x = torch.randn(4, 256, generator=generator).bfloat16()
-    source = torch.tensor([3, 0, 3, 1, 2], dtype=torch.int32)
+    source = torch.tensor([3, 0, 3, 1, 2])
     out = experts(library, "exact_32", weight, x, [2, 3], source=source)
-    assert torch.equal(out, experts(library, "exact_32", weight, x[source.long()], [2, 3]))
+    assert torch.equal(out, experts(library, "exact_32", weight, x[source], [2, 3]))
 
 
 @pytest.mark.parametrize("decoded", [Decoded.FP4_E4M3, Decoded.FP4_BF16])

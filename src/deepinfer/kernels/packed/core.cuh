@@ -22,12 +22,12 @@ __host__ __device__ constexpr int block_bytes(int format) {
 }
 
 struct Args {
-  const unsigned char* x;       // [R, K] e4m3 or bf16 bytes
-  const float* token_scale;     // [R] of e4m3 tokens, else null
-  const int* source;            // [R] row of x of each row of the result, null: the same
+  const unsigned char* x;       // [rows of x, K] e4m3 or bf16 bytes
+  const float* token_scale;     // [rows of x] of e4m3 tokens, else null
+  const long long* source;      // [R] row of x of each row of the result, null: the same
   const unsigned char* weight;  // [E][N/256][K/64][4][block_bytes]
   const float* row_scale;       // [E, N]
-  const int* offsets;           // [E + 1] first row of each expert
+  const long long* offsets;     // [E + 1] first row of each expert
   unsigned short* out;          // [R, N] bf16
   int experts, outputs, inputs, x_row_bytes;
   // Dense products: every "expert" (a group of the matrix's rows) takes the same `rows` rows, its
@@ -99,7 +99,8 @@ struct Kernel {
       const bool before = e < a.experts && first[e + 1] * blocks <= tile;
       expert += __popc(__ballot_sync(~0u, before));
     }
-    const int begin = __ldg(a.offsets + expert), count = __ldg(a.offsets + expert + 1) - begin;
+    const int begin = static_cast<int>(__ldg(a.offsets + expert));
+    const int count = static_cast<int>(__ldg(a.offsets + expert + 1)) - begin;
     const int tiles = first[expert + 1] - first[expert], rest = tile - first[expert] * blocks;
     const int part = rest % tiles, share = ((count + tiles - 1) / tiles + 7) & ~7;
     Place p;
@@ -117,6 +118,11 @@ struct Kernel {
       if (++stage == STAGES) stage = 0, parity ^= 1;
     }
   };
+
+  // Row of x of a row of the result.
+  static __device__ size_t row_of(const Args& a, int row) {
+    return a.source ? static_cast<size_t>(__ldg(a.source + row)) : row;
+  }
 
   // K blocks [begin, end) of this block's share.
   static __device__ int share_of(const Args& a, int rank) {
@@ -168,9 +174,8 @@ struct Kernel {
         const u32 to = tokens + ring.stage * TOKEN_BYTES;
         for (int row = t >> 3; row < p.rows; row += 16) {
           const int r = p.row + row;
-          const int source = a.source ? __ldg(a.source + r) : r;
           const unsigned char* from =
-              x + size_t(source) * a.x_row_bytes + step * (ATOMS * 128) + piece * 16;
+              x + row_of(a, r) * a.x_row_bytes + step * (ATOMS * 128) + piece * 16;
           const u32 at = to + row * 128 + ((piece ^ (row & 7)) << 4);
 #pragma unroll
           for (int atom = 0; atom < ATOMS; ++atom)
@@ -386,8 +391,8 @@ struct Kernel {
           float s0 = 1.f, s1 = 1.f;
           if constexpr (FP8) {
             const int column = start + 8 * j + (lane & 3) * 2, end = p.rows - 1;
-            s0 = __ldg(a.token_scale + p.row + min(column, end));
-            s1 = __ldg(a.token_scale + p.row + min(column + 1, end));
+            s0 = __ldg(a.token_scale + row_of(a, p.row + min(column, end)));
+            s1 = __ldg(a.token_scale + row_of(a, p.row + min(column + 1, end)));
           }
           const u32 r0 = pack_bf16(v[0] * upper * s0, v[1] * upper * s1);
           const u32 r1 = pack_bf16(v[2] * lower * s0, v[3] * lower * s1);
@@ -434,7 +439,7 @@ struct Kernel {
       for (int base = 0; base < a.experts; base += 32) {
         const int e = base + threadIdx.x;
         int n = 0;
-        if (e < a.experts) n = (__ldg(a.offsets + e + 1) - __ldg(a.offsets + e) + TOKENS - 1) / TOKENS;
+        if (e < a.experts) n = static_cast<int>(__ldg(a.offsets + e + 1) - __ldg(a.offsets + e) + TOKENS - 1) / TOKENS;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
           const int other = __shfl_up_sync(~0u, n, d);

@@ -60,9 +60,9 @@ def multiply(
     """Multiply rows sorted by expert by their expert's matrix; returns [R, N] bf16.
 
     x            [R, K] bf16, or e4m3 codes where the weights decode to e4m3
-    offsets      [E+1] int32 on the device: rows offsets[e]..offsets[e+1]-1 belong to expert e
-    token_scale  [R] fp32, of e4m3 codes
-    source       [R] int32: take row source[r] of x for row r, and of token_scale row r
+    offsets      [E+1] int64 on the device: rows offsets[e]..offsets[e+1]-1 belong to expert e
+    token_scale  one fp32 per row of x, of e4m3 codes
+    source       [R] int64: row r of the result is of row source[r] of x
     name         the schedule, by default chosen by the number of rows
     """
     rows = x.shape[0] if source is None else source.shape[0]

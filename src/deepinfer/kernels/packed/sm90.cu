@@ -11,10 +11,10 @@
                       long long cluster, void* stream) {                                            \
     Args a = {static_cast<const unsigned char*>(x),                                                 \
               static_cast<const float*>(token_scale),                                               \
-              static_cast<const int*>(source),                                                      \
+              static_cast<const long long*>(source),                                                      \
               static_cast<const unsigned char*>(weight),                                            \
               static_cast<const float*>(row_scale),                                                 \
-              static_cast<const int*>(offsets),                                                     \
+              static_cast<const long long*>(offsets),                                                     \
               static_cast<unsigned short*>(out),                                                    \
               static_cast<int>(experts),                                                            \
               static_cast<int>(outputs),                                                            \
