@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Final, Literal
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from deepinfer.bench.points import Member, Shape, Work
 from deepinfer.bench.timing import Call, num_sets
+from deepinfer.kernels.libraries import is_usable
 
 __all__ = ["list_peers"]
 
@@ -56,7 +56,7 @@ def list_peers(shape: Shape, arch: str) -> list[Member]:
         note = "any order, any choice among ties"
         topk = partial(_torch_topk, rows)
         found.append(_peer("top-512", rows, "torch.topk bf16", topk, note=note))
-    if arch == "sm90" and find_spec("deep_gemm"):
+    if arch == "sm90" and is_usable("deep_gemm"):
         note = "FP8 keys, read three times: its entries take two of the six rows"
         logits = _deep_gemm_logits
         found.append(_peer("index scores", 768, "DeepGEMM paged FP8", logits, "fp8", note))
@@ -121,10 +121,10 @@ def _dense_peers(task: str, rows: int, n: int, k: int, arch: str) -> list[Member
     found = [
         _peer(task, rows, "cuBLAS bf16", partial(_mm, rows, n, k), note="a bf16 copy of the weight")
     ]
-    if arch == "sm90" and rows in (32, 4096) and find_spec("deep_gemm"):
+    if arch == "sm90" and rows in (32, 4096) and is_usable("deep_gemm"):
         build = partial(_deep_gemm_dense, rows, n, k)
         found.append(_peer(task, rows, "DeepGEMM FP8", build, "fp8", "128-wide scales"))
-    if find_spec("humming"):
+    if is_usable("humming"):
         build = partial(_humming, rows, n, k, 0, "bf16", False)
         found.append(_peer(task, rows, "Humming e4m3 w32", build, note="bf16 input, exact weights"))
     return found
@@ -143,7 +143,7 @@ def _mm(rows: int, n: int, k: int, device: torch.device) -> Work:
 def _grouped_peers(rows: int, arch: str) -> list[Member]:
     task = "dense wo_a"
     found = [_peer(task, rows, "cuBLAS bf16", partial(_bmm, rows), note="a bf16 copy, one bmm")]
-    if arch == "sm90" and rows in (32, 4096) and find_spec("deep_gemm"):
+    if arch == "sm90" and rows in (32, 4096) and is_usable("deep_gemm"):
         build = partial(_deep_gemm_masked, rows)
         found.append(_peer(task, rows, "DeepGEMM FP8", build, "fp8", "128-wide scales, masked"))
     return found
@@ -221,7 +221,7 @@ def _deep_gemm_masked(rows: int, device: torch.device) -> Work:
 
 def _expert_peers(task: str, rows: int, n: int, k: int, arch: str) -> list[Member]:
     found = []
-    if arch == "sm90" and find_spec("humming"):
+    if arch == "sm90" and is_usable("humming"):
         for kind, note in (("bf16", "W4A16, exact"), ("fp8", "W4A8, a scale per token")):
             name = "Humming W4A16" if kind == "bf16" else "Humming W4A8"
             build = partial(_humming, rows, n, k, _LOCAL, kind, True)
@@ -229,7 +229,7 @@ def _expert_peers(task: str, rows: int, n: int, k: int, arch: str) -> list[Membe
     if arch == "sm90" and rows in (768, 24576):
         build = partial(_grouped_mm, rows, n, k)
         found.append(_peer(task, rows, "torch grouped_mm bf16", build, note="bf16 weights"))
-        if find_spec("deep_gemm"):
+        if is_usable("deep_gemm"):
             build = partial(_deep_gemm_contiguous, rows, n, k)
             found.append(_peer(task, rows, "DeepGEMM FP8", build, "fp8", "FP8 weights"))
     return found
@@ -366,7 +366,7 @@ def _humming(
 
 
 def _attention_peers(arch: str) -> list[Member]:
-    if arch != "sm90" or not find_spec("flash_mla"):
+    if arch != "sm90" or not is_usable("flash_mla"):
         return []
     note = "584-byte rows"
     found = [
@@ -546,11 +546,11 @@ def _deep_gemm_logits(device: torch.device) -> Work:
 
 
 def _tile_peers(arch: str) -> list[Member]:
-    if arch != "sm90" or not find_spec("tile_kernels"):
+    if arch != "sm90" or not is_usable("tile_kernels"):
         return []
     found = []
     for rows in (32, 512, 4096):
-        if find_spec("deep_gemm"):
+        if is_usable("deep_gemm"):
             build = partial(_tile_site, rows)
             note = "three launches, tf32 products, collapses with the site's own mix"
             found.append(_peer("hyper site", rows, "TileKernels + DeepGEMM", build, note=note))

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Final, Literal
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from deepinfer.bench.timing import Call, num_sets
 from deepinfer.kernels.cases import Arguments, Case, all_cases
+from deepinfer.kernels.libraries import is_usable
 from deepinfer.kernels.table import TABLE, Implementation
 
 __all__ = ["Member", "Work", "clone_set", "list_members", "op_work", "stored_bytes"]
@@ -124,7 +124,7 @@ def _family(task: str) -> str:
 
 
 def _runs(line: Implementation, arch: str) -> bool:
-    if line.needs and not find_spec(line.needs):
+    if line.needs and not is_usable(line.needs):
         return False
     return not line.archs or arch in line.archs
 

@@ -222,9 +222,7 @@ def _op_states(arch: str) -> list[OpState]:
         for other in implementations:
             if other is chosen:
                 continue
-            runs = not other.archs or arch in other.archs
-            not_used = "comes later in the table" if runs else f"runs on {', '.join(other.archs)}"
-            others.append(OtherChoice(implementation=other.name, why_not=not_used))
+            others.append(OtherChoice(implementation=other.name, why_not=_why_not(other, arch)))
         states.append(
             OpState(
                 op=op,
@@ -235,6 +233,17 @@ def _op_states(arch: str) -> list[OpState]:
             )
         )
     return states
+
+
+def _why_not(line: Implementation, arch: str) -> str:
+    """Say why a line of the table was not taken."""
+    from deepinfer.kernels.libraries import why_not
+
+    if line.archs and arch not in line.archs:
+        return f"runs on {', '.join(line.archs)}"
+    if line.needs and why_not(line.needs):
+        return why_not(line.needs)
+    return "comes later in the table" if line.chosen else f"for benchmarks: {line.why}"
 
 
 def _package_state(package: Package) -> PackageState:

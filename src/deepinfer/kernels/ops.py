@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Final, TypeVar
 
 from torch import Tensor
@@ -30,6 +29,7 @@ from deepinfer.kernels import (
     router,
     topk,
 )
+from deepinfer.kernels.libraries import is_usable
 from deepinfer.kernels.table import TABLE, Implementation
 
 __all__ = ["Ops", "choose"]
@@ -125,7 +125,9 @@ def choose(op: str, capability: Capability, only_reference: bool = False) -> Imp
     for implementation in TABLE[op]:
         if only_reference and implementation.name != "reference":
             continue
-        if implementation.needs and not find_spec(implementation.needs):
+        if not implementation.chosen:
+            continue
+        if implementation.needs and not is_usable(implementation.needs):
             continue
         if not implementation.archs or capability.arch in implementation.archs:
             return implementation

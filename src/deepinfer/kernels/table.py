@@ -22,7 +22,8 @@ class Implementation:
     archs      device architectures it runs on, () = any
     invariant  a row's bits do not depend on its batch
     why        one clause for `doctor`
-    needs      package that must be installed, "" = none
+    needs      package that must be installed, in a release that `libraries.py` knows; "" = none
+    chosen     the engine may choose it; else it is timed by benchmarks and `why` says what differs
     """
 
     name: str
@@ -31,6 +32,7 @@ class Implementation:
     invariant: bool = True
     why: str = "the definition, plain torch"
     needs: str = ""
+    chosen: bool = True
 
 
 _CARDS: Final = (
@@ -50,7 +52,7 @@ def _portable(folder: str, cpu: str = "") -> tuple[Implementation, ...]:
 _NUMPY: Final = "elementwise work in numpy: fewer and cheaper calls"
 _BUFFERS: Final = "kept 16-row buffers, quantization by table"
 
-TABLE: Final[Mapping[str, tuple[Implementation, ...]]] = {
+_OWN: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "rms_norm": _portable("rms_norm"),
     "cos_sin": _portable("rope"),
     "rotate_tail": _portable("rope"),
@@ -77,4 +79,49 @@ TABLE: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "engram_hash": _portable("engram"),
     "engram_lookup": _portable("engram"),
     "engram_gate": _portable("engram"),
+}
+
+
+def _library(
+    name: str, module: str, package: str, why: str, *archs: str, invariant: bool = False
+) -> Implementation:
+    """An adapter of a published library; none is chosen yet, by its numbers or its speed."""
+    return Implementation(
+        name, module, archs or ("sm90",), invariant, why, needs=package, chosen=False
+    )
+
+
+_TILES: Final = "TileKernels"
+_PUBLISHED: Final[Mapping[str, tuple[Implementation, ...]]] = {
+    "round_trip": (
+        _library(_TILES, "quantize.vendor", "tile_kernels", "a copy first, it works in place"),
+    ),
+    "fp8_linear": (
+        _library("Humming", "linear.vendor", "humming", "exact; keeps weights a second time"),
+        _library("DeepGEMM", "linear.deepgemm", "deep_gemm", "scales of 128: other numbers"),
+    ),
+    "expert_linear": (
+        _library("Humming", "expert_linear.vendor", "humming", "exact; weights a second time"),
+    ),
+    "swiglu": (_library(_TILES, "expert_linear.vendor", "tile_kernels", "the library's"),),
+    "route": (_library(_TILES, "router.vendor", "tile_kernels", "behind torch's product"),),
+    "hyper_mix": (
+        _library(_TILES, "hyper.vendor", "tile_kernels", "products in tf32, four launches"),
+    ),
+    "hyper_collapse": (_library(_TILES, "hyper.vendor", "tile_kernels", "the library's"),),
+    "hyper_expand": (_library(_TILES, "hyper.vendor", "tile_kernels", "the library's"),),
+    "index_score": (
+        _library("DeepGEMM", "index_score.vendor", "deep_gemm", "heads summed in any order"),
+    ),
+    "select_topk": (
+        _library("DeepSelect", "topk.vendor", "deep_select", "ties to any index", "sm100", "sm103"),
+    ),
+    "sparse_attention": (
+        _library("FlashMLA", "attention.vendor", "flash_mla", "gathers all entries as bf16 first"),
+    ),
+    "engram_gate": (_library(_TILES, "engram.vendor", "tile_kernels", "the library's"),),
+}
+
+TABLE: Final[Mapping[str, tuple[Implementation, ...]]] = {
+    op: (*lines, *_PUBLISHED.get(op, ())) for op, lines in _OWN.items()
 }
