@@ -46,26 +46,36 @@ struct Gate {
   int waiting = 0;
   long turn = 0;
 };
+struct Block {
+  dim3 id;
+  std::vector<unsigned char> shared, scratch;
+  Gate whole;
+  std::vector<Gate> warps;
+  std::vector<uint32_t> slots;
+  std::vector<float> operands;  // eight a thread
+};
 struct Fiber {
   ucontext_t context;
-  dim3 thread;
+  Block* block = nullptr;
   int id = 0;
   bool done = false;
-  std::vector<char> stack;
 };
 
+constexpr int kStack = 1 << 15;
 inline std::vector<Fiber> fibers;
+inline std::vector<Block> blocks;
 inline ucontext_t scheduler;
-inline int current = 0, running = 0, alive = 0;
+inline int turn = 0, running = 0, alive = 0;  // whose turn it is; threads of a block
 inline long progress = 0;
-inline dim3 block_id, block_size, grid_size;
-inline std::vector<unsigned char> shared, scratch(1 << 16);
-inline Gate whole;
-inline std::vector<Gate> warps;
-inline std::vector<uint32_t> slots;
+inline dim3 block_size, grid_size;
 inline std::function<void()> body;
 
-inline void leave() { swapcontext(&fibers[current].context, &scheduler); }
+inline Fiber& fiber() { return fibers[turn]; }
+inline Block& block() { return *fiber().block; }
+inline int thread() { return fiber().id; }
+inline dim3 thread_id() { return dim3(thread() % block_size.x, thread() / block_size.x); }
+
+inline void leave() { swapcontext(&fiber().context, &scheduler); }
 
 inline void wait(Gate& gate, int size) {
   ++progress;
@@ -79,62 +89,77 @@ inline void wait(Gate& gate, int size) {
 
 inline void start() {
   body();
-  fibers[current].done = true;
+  fiber().done = true;
   ++progress;
   --alive;
 }
 
-inline void launch(dim3 grid, dim3 block, int bytes, std::function<void()> kernel) {
+// Blocks first..last-1 at the same time.
+inline void run(int first, int last, int bytes) {
+  blocks.assign(last - first, Block{});
+  fibers.assign(static_cast<size_t>(last - first) * running, Fiber{});
+  std::vector<char*> stacks;
+  for (int b = first; b < last; ++b) {
+    Block& block = blocks[b - first];
+    block.id = dim3(b % grid_size.x, b / grid_size.x % grid_size.y, b / grid_size.x / grid_size.y);
+    block.shared.assign(bytes + 1024, 0xA5);  // poison
+    block.scratch.assign(1 << 12, 0xA5);
+    block.warps.assign((running + 31) / 32, Gate{});
+    block.slots.resize(running + 32);
+    block.operands.resize(8 * (running + 32));
+    for (int i = 0; i < running; ++i) {
+      Fiber& f = fibers[static_cast<size_t>(b - first) * running + i];
+      f.block = &block;
+      f.id = i;
+      stacks.push_back(static_cast<char*>(std::malloc(kStack)));
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = stacks.back();
+      f.context.uc_stack.ss_size = kStack;
+      f.context.uc_link = &scheduler;
+      makecontext(&f.context, start, 0);
+    }
+  }
+  alive = static_cast<int>(fibers.size());
+  while (alive) {
+    const long before = progress;
+    for (size_t i = 0; i < fibers.size(); ++i) {
+      if (fibers[i].done) continue;
+      turn = static_cast<int>(i);
+      swapcontext(&scheduler, &fibers[i].context);
+    }
+    if (progress == before) {
+      std::fprintf(stderr, "threads wait for each other for ever\n");
+      std::abort();
+    }
+  }
+  for (char* stack : stacks) std::free(stack);
+}
+
+inline void launch(dim3 grid, dim3 block, int bytes, std::function<void()> kernel,
+                   bool together = false) {
   body = std::move(kernel);
   grid_size = grid;
   block_size = block;
   running = static_cast<int>(block.x * block.y * block.z);
-  fibers.resize(running);
-  slots.resize(running);
-  for (unsigned b = 0; b < grid.x * grid.y * grid.z; ++b) {
-    block_id = dim3(b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y);
-    shared.assign(bytes + 1024, 0xA5);  // poison
-    std::fill(scratch.begin(), scratch.end(), 0xA5);
-    warps.assign((running + 31) / 32, Gate{});
-    whole = Gate{};
-    alive = running;
-    for (int i = 0; i < running; ++i) {
-      Fiber& f = fibers[i];
-      f.id = i;
-      f.thread = dim3(i % block.x, i / block.x % block.y, i / block.x / block.y);
-      f.done = false;
-      f.stack.resize(1 << 15);
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = f.stack.data();
-      f.context.uc_stack.ss_size = f.stack.size();
-      f.context.uc_link = &scheduler;
-      makecontext(&f.context, start, 0);
-    }
-    while (alive) {
-      const long before = progress;
-      for (int i = 0; i < running; ++i) {
-        if (fibers[i].done) continue;
-        current = i;
-        swapcontext(&scheduler, &fibers[i].context);
-      }
-      if (progress == before) {
-        std::fprintf(stderr, "threads wait for each other for ever\n");
-        std::abort();
-      }
-    }
-  }
+  const int count = static_cast<int>(grid.x * grid.y * grid.z);
+  for (int b = 0; b < count; b = together ? count : b + 1) run(b, together ? count : b + 1, bytes);
+}
+inline void launch_together(dim3 grid, dim3 block, int bytes, std::function<void()> kernel) {
+  launch(grid, block, bytes, std::move(kernel), true);
 }
 
 inline unsigned char* shared_memory() {  // aligned as widely as any kernel asks
-  const auto at = reinterpret_cast<uintptr_t>(shared.data());
-  return shared.data() + (1024 - at % 1024) % 1024;
+  const auto at = reinterpret_cast<uintptr_t>(block().shared.data());
+  return block().shared.data() + (1024 - at % 1024) % 1024;
 }
 
-inline uint32_t* warp_slots() { return &slots[current / 32 * 32]; }
-inline void warp_wait() { wait(warps[current / 32], std::min(32, running - current / 32 * 32)); }
+inline uint32_t* warp_slots() { return &block().slots[thread() / 32 * 32]; }
+inline void warp_wait() {
+  wait(block().warps[thread() / 32], std::min(32, running - thread() / 32 * 32));
+}
 
 inline uint32_t exchange(uint32_t value, int source) {
-  warp_slots()[current % 32] = value;
+  warp_slots()[thread() % 32] = value;
   warp_wait();
   const uint32_t got = warp_slots()[source & 31];
   warp_wait();
@@ -143,7 +168,7 @@ inline uint32_t exchange(uint32_t value, int source) {
 
 template <typename Combine>
 uint32_t reduce(uint32_t value, Combine combine) {
-  warp_slots()[current % 32] = value;
+  warp_slots()[thread() % 32] = value;
   warp_wait();
   uint32_t all = warp_slots()[0];
   for (int i = 1; i < 32; ++i) all = combine(all, warp_slots()[i]);
@@ -153,17 +178,17 @@ uint32_t reduce(uint32_t value, Combine combine) {
 
 }  // namespace host
 
-#define threadIdx (host::fibers[host::current].thread)
-#define blockIdx (host::block_id)
+#define threadIdx (host::thread_id())
+#define blockIdx (host::block().id)
 #define blockDim (host::block_size)
 #define gridDim (host::grid_size)
 
-inline unsigned char* host_scratch() { return host::scratch.data(); }
-inline void __syncthreads() { host::wait(host::whole, host::running); }
+inline unsigned char* host_scratch() { return host::block().scratch.data(); }
+inline void __syncthreads() { host::wait(host::block().whole, host::running); }
 inline void __syncwarp(uint32_t = 0) { host::warp_wait(); }
 inline uint32_t __shfl_sync(uint32_t, uint32_t v, int lane) { return host::exchange(v, lane); }
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t v, int mask) {
-  return host::exchange(v, host::current % 32 ^ mask);
+  return host::exchange(v, host::thread() % 32 ^ mask);
 }
 inline float __uint_as_float(uint32_t v) {
   float f;
@@ -179,11 +204,11 @@ inline float __shfl_xor_sync(uint32_t full, float v, int mask) {
   return __uint_as_float(__shfl_xor_sync(full, __float_as_uint(v), mask));
 }
 inline uint32_t __shfl_up_sync(uint32_t, uint32_t v, int by) {
-  const int lane = host::current % 32;
+  const int lane = host::thread() % 32;
   return host::exchange(v, lane < by ? lane : lane - by);
 }
 inline uint32_t __ballot_sync(uint32_t, bool yes) {
-  const int lane = host::current % 32;
+  const int lane = host::thread() % 32;
   return host::reduce(yes ? 1u << lane : 0u, [](uint32_t a, uint32_t b) { return a | b; });
 }
 inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {

@@ -3,11 +3,8 @@
 
 #include "cuda_host.h"
 
-inline void copy16(void* to, const void* from) { std::memcpy(to, from, 16); }
-inline void copy4(void* to, const void* from) { std::memcpy(to, from, 4); }
-inline void copies_end() {}
-template <int N>
-void copies_wait() {}
+#include "cuda_host_copy.h"
+
 inline void product_begin() {}
 inline void product_end() {}
 inline void product_wait() {}
@@ -53,7 +50,7 @@ inline uint32_t rows_a[128][4];
 template <int N>
 struct Wgmma {
   static void run(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
-    const int l = host::current % 128;
+    const int l = host::thread() % 128;
     std::memcpy(host::rows_a[l], a, 16);
     __syncthreads();
     for (int i = 0; i < N / 2; ++i) {

@@ -36,7 +36,8 @@ constexpr int kTop = 12;  // power of two that the largest group of a key is mov
 struct Cache {
   const unsigned char* codes;   // entry: 64 bytes, 16-byte aligned
   const unsigned char* scales;  // entry: 4 bytes, 4-byte aligned
-  int64_t code_block, code_entry, scale_block, scale_entry;  // strides in bytes
+  int64_t code_block, scale_block;  // strides in bytes
+  int code_entry, scale_entry;
   int log_entries;              // entries of a block = 1 << log_entries
 };
 
@@ -236,8 +237,27 @@ scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
     }
     const int own = warp * 16 + lane / 4;  // and 8 further
 
+    const bool whole = !CANDIDATES && cache.log_entries >= 6;  // a tile lies in one block
+    const unsigned char* own_codes = cache.codes + own * cache.code_entry + c * 16;
+    const unsigned char* own_scales = cache.scales + own * cache.scale_entry;
     auto fetch = [&](int tile) {
       unsigned char* stage = ring + tile % kStages * kStageBytes;
+      if (whole) {
+        const int first = from + tile * kTile;
+        const int64_t block = pages[first >> cache.log_entries];
+        const int inside = first & ((1 << cache.log_entries) - 1);
+        const unsigned char* codes = own_codes + block * cache.code_block + inside * cache.code_entry;
+        const unsigned char* scales =
+            own_scales + block * cache.scale_block + inside * cache.scale_entry;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          copy16(stage + (i * kThreads + tid) * 16, codes);
+          copy4(stage + 2 * kThreads * 16 + (i * kThreads + tid) * 4, scales);
+          codes += 8 * cache.code_entry;
+          scales += 8 * cache.scale_entry;
+        }
+        return;
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int position = min(from + tile * kTile + own + 8 * i, to - 1);
@@ -409,8 +429,8 @@ extern "C" int index_scores(const void* q, const void* weight, long long weight_
                             long long variant, cudaStream_t stream) {
   const Cache cache{static_cast<const unsigned char*>(codes),
                     static_cast<const unsigned char*>(scales),
-                    code_block, code_entry, scale_block, scale_entry,
-                    static_cast<int>(log_entries)};
+                    code_block, scale_block, static_cast<int>(code_entry),
+                    static_cast<int>(scale_entry), static_cast<int>(log_entries)};
 #define RUN(R, W, O, BLOCKS, CANDIDATES, AHEAD)                                                   \
   return run<R, W, O, BLOCKS, CANDIDATES, AHEAD>(q, weight, cache, table, table_stride, sequence, \
                                                  visible, candidates, num_candidates,            \

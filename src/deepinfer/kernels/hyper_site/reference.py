@@ -1,0 +1,31 @@
+"""A hyper-connection site in plain torch: the four ops one after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from deepinfer.kernels.hyper import reference as hyper
+from deepinfer.kernels.rms_norm.reference import rms_norm
+
+if TYPE_CHECKING:
+    from deepinfer.kernels.hyper_site import Site, SiteWeights
+
+
+def hyper_site(
+    h: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    weights: SiteWeights,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> Site:
+    """Expand, collapse and norm, mix."""
+    streams = hyper.hyper_expand(h, y, post, comb)
+    x = rms_norm(hyper.hyper_collapse(streams, pre), weights.norm, norm_eps)
+    mix = hyper.hyper_mix(streams, weights.fn, weights.scale, weights.base, norm_eps, hc_eps, iters)
+    return streams, x, *mix
