@@ -403,7 +403,7 @@ class Sampler:
             added = masked[:, ids] + values
             masked[:, ids] = torch.where(rows.of(slot), added, masked[:, ids])
         if len(self._banned):
-            masked[:, self._banned] = -math.inf
+            masked.index_fill_(1, self._banned, -math.inf)
         for slot in waiting:
             assert rows.positions is not None
             ids = self._ending[slot]
