@@ -10,7 +10,7 @@ import torch
 
 from deepinfer.bench import kernels, kernelworker, points, timing
 from deepinfer.bench.ceilings import Ceilings
-from deepinfer.bench.kernelreport import GOALS, kernel_table, sums
+from deepinfer.bench.kernelreport import GOALS, kernel_table, reached, sums
 from deepinfer.bench.kernels import KernelRecord, measure_kernels, read_record
 from deepinfer.bench.peers import list_peers
 from deepinfer.bench.points import clone_set, list_members, stored_bytes
@@ -207,6 +207,28 @@ def test_sums_take_whole_layers_only() -> None:
         ("six dense linears", 32, "best of ours", 35.0),
     }
     assert "best of ours" in kernel_table(records)
+
+
+def test_goals_stand_beside_the_best_of_a_run() -> None:
+    records = [
+        record("attention decode", 32, "triton", 20.0),
+        record("attention decode", 32, "cuda", 11.0),
+        record("attention decode", 32, "FlashMLA", 25.0, op=""),
+        record("attention decode", 32, "TileKernels", 1.0),  # an adapter is not ours
+        record("experts gate and up", 192, "cuda fp8", 100.0),
+        record("experts gate and up", 192, "cuda", 170.0),
+        record("experts down", 192, "cuda", 80.0),
+        record("experts both", 192, "cuda", 240.0),
+        *(record(f"hyper_{part}", 32, "triton", 4.0) for part in ("mix", "collapse", "expand")),
+    ]
+    found = {(r.goal.name, r.goal.rows): r for r in reached(records)}
+    attention = found["attention decode", 32]
+    assert (attention.us, attention.name, attention.peer_us) == (11.0, "cuda", 1.0)
+    assert found["experts, exact", 192].us == 240.0
+    assert ("experts, W4A8", 192) not in found  # half of it is no mark
+    assert found["hyper site", 32].us == 12.0
+    text = kernel_table(records)
+    assert "reached" in text and "x 1.50" in text
 
 
 def test_records_round_trip_and_others_are_refused() -> None:

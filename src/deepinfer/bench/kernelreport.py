@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
 from deepinfer.bench.kernels import KernelRecord
+from deepinfer.kernels.libraries import LIBRARIES
+from deepinfer.kernels.table import TABLE
 
-__all__ = ["GOALS", "Goal", "kernel_table", "sums"]
+__all__ = ["GOALS", "Goal", "kernel_table", "reached", "sums"]
 
+_ADAPTERS: Final = {
+    line.name for lines in TABLE.values() for line in lines if line.needs in LIBRARIES
+}
 _DENSE: Final = (
     "dense wq_a and wkv", "dense wq_b", "dense wo_a", "dense wo_b", "dense shared gate and up",
     "dense shared down",
@@ -56,6 +62,64 @@ def _goals() -> Iterable[Goal]:
 
 
 GOALS: Final = tuple(_goals())
+_SITE: Final = ("hyper_mix", "hyper_collapse", "hyper_expand")
+"""Ops that a site takes where no fused one does it."""
+_FP8: Final = re.compile(r"fp8|w4a8|e4m3", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """A goal beside what a run measured: the best of ours and the best library, 0 = none."""
+
+    goal: Goal
+    us: float
+    name: str
+    peer_us: float
+    peer: str
+
+
+def reached(records: Sequence[KernelRecord]) -> list[Reached]:
+    """Set the run's best beside every goal whose rows were measured."""
+    found = []
+    for goal in GOALS:
+        us, name = _best(records, goal, ours=True)
+        peer_us, peer = _best(records, goal, ours=False)
+        if us or peer_us:
+            found.append(Reached(goal=goal, us=us, name=name, peer_us=peer_us, peer=peer))
+    return found
+
+
+def _best(records: Sequence[KernelRecord], goal: Goal, ours: bool) -> tuple[float, str]:
+    """Return the least time of a goal's tasks and who took it; 0 when a part is missing."""
+    part = [
+        r
+        for r in records
+        if r.rows == goal.rows and not r.failed and r.us and _own(r) == ours and _counts(r, goal)
+    ]
+    whole = [r for r in part if r.task == "experts both"] if "experts" in goal.name else []
+    ways = [[min(whole, key=lambda r: r.us)]] if whole else []
+    tasks = goal.tasks
+    if goal.name == "hyper site" and ours and not any(r.task == "hyper site" for r in part):
+        tasks = _SITE
+    each = [[r for r in part if r.task == task] for task in tasks]
+    if all(each):
+        ways.append([min(found, key=lambda r: r.us) for found in each])
+    if not ways:
+        return 0.0, ""
+    best = min(ways, key=lambda way: sum(r.us for r in way))
+    return sum(r.us for r in best), " + ".join(dict.fromkeys(r.name for r in best))
+
+
+def _own(record: KernelRecord) -> bool:
+    """Whether it is a kernel of ours, neither a peer nor an adapter."""
+    return bool(record.op) and record.name not in _ADAPTERS
+
+
+def _counts(record: KernelRecord, goal: Goal) -> bool:
+    """Whether an implementation has the arithmetic that a goal speaks of."""
+    if not goal.name.startswith("experts"):
+        return True
+    return bool(_FP8.search(record.name)) == ("W4A8" in goal.name)
 
 
 def sums(records: Sequence[KernelRecord]) -> list[tuple[str, int, str, float]]:
@@ -95,6 +159,20 @@ def kernel_table(records: Sequence[KernelRecord]) -> str:
     for (task, rows), group in groupby(ordered, key=lambda r: (r.task, r.rows)):
         for record in sorted(group, key=lambda r: (bool(r.failed), r.us)):
             lines.append(f"{task:<28} {rows:>6}  {_line(record)}")
+    marks = reached(records)
+    if marks:
+        lines += ["", f"{'goal':<24} {'rows':>6} {'goal us':>8} {'ours':>8} {'library':>8}"]
+    for mark in marks:
+        goal = mark.goal
+        ours = f"{mark.us:.1f}" if mark.us else "-"
+        peer = f"{mark.peer_us:.1f}" if mark.peer_us else "-"
+        verdict = ""
+        if mark.us:
+            verdict = "reached" if mark.us <= goal.us else f"x {mark.us / goal.us:.2f}"
+        who = f"{mark.name or '-'} / {mark.peer or '-'}"
+        lines.append(
+            f"{goal.name:<24} {goal.rows:>6} {goal.us:>8g} {ours:>8} {peer:>8}  {verdict:<8} {who}"
+        )
     layer = sums(records)
     if layer:
         lines += ["", "sums"]
