@@ -66,7 +66,7 @@ from deepinfer.engine.request import Chunk, Completion, FinishReason, Request, S
 from deepinfer.engine.runner import Runner, host_rows
 from deepinfer.engine.scheduler import Limits, Scheduler
 from deepinfer.engine.shapes import Shapes, fill_matchers
-from deepinfer.engine.sizing import Sizes
+from deepinfer.engine.sizing import Sizes, token_budgets
 from deepinfer.engine.snapshot import ResumedGate, State, contradictions, fingerprint, mismatches
 from deepinfer.engine.speculation import check_speculation
 from deepinfer.engine.state import SlotState
@@ -84,7 +84,7 @@ from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
 from deepinfer.model.fast.context import ContextShare
 from deepinfer.model.fast.model import FastModel, resolve_numerics
-from deepinfer.parallel.experts import ExpertRanks, make_exchange
+from deepinfer.parallel.experts import ExpertRanks, RowShape, make_exchange
 from deepinfer.sampling.noise import derive_seed
 from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.fingerprint import weights_digest
@@ -251,9 +251,23 @@ class LLM:
             return None
         device = self.device.torch_device
         quantize = resolve_numerics(self.config.numerics, device).quantize
-        exchange = make_exchange(
-            parallel.backend, member.ranks.expert, quantize, parallel.capacity_factor
+        model, drafts = self.model_config, self.config.speculation.num_drafts
+        budget, _ = token_budgets(self.config, device.type == "cpu")
+        block = max(1 + drafts, model.dspark_block_size if drafts else 0)
+        experts = max(model.n_routed_experts, model.dspark_n_routed_experts if drafts else 0)
+        shape = RowShape(
+            capacity=max(budget, self.config.scheduling.max_num_seqs * block),
+            columns=model.hidden_size,
+            active=max(
+                model.num_experts_per_tok, model.dspark_num_experts_per_tok if drafts else 0
+            ),
+            experts=num_slots(experts, member.ranks.expert.size, parallel.copies),
+            dtype=torch.bfloat16 if quantize else torch.float32,
         )
+        exchange = make_exchange(
+            parallel.backend, member.ranks.expert, quantize, parallel.capacity_factor, shape,
+            member.ranks.store, device,
+        )  # fmt: skip
         return ExpertRanks(member.ranks.expert, device, exchange, parallel.copies)
 
     def _available_bytes(self) -> int:

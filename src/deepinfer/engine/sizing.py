@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from deepinfer.config.engine import EngineConfig
 from deepinfer.errors import CacheError, ConfigError
 
-__all__ = ["CPU_POOL_BYTES", "Sizes", "max_rollback", "num_checkpoints", "resolve_sizes"]
+__all__ = [
+    "CPU_POOL_BYTES",
+    "Sizes",
+    "max_rollback",
+    "num_checkpoints",
+    "resolve_sizes",
+    "token_budgets",
+]
 
 CPU_POOL_BYTES = 256 * 2**20
 """What the block pool of a CPU gets unless told otherwise; one sequence of `max_model_len` always
@@ -94,7 +101,7 @@ def resolve_sizes(
             f"blocks of {block_bytes} bytes, the pool has {blocks}: "
             "lower it, or raise cache.num_blocks or cache.memory_bytes"
         )
-    budget, chunk = _budgets(config, on_cpu)
+    budget, chunk = token_budgets(config, on_cpu)
     return Sizes(
         num_blocks=blocks + 1,
         num_slots=num_slots,
@@ -122,7 +129,7 @@ def _num_blocks(
     if reserved_bytes:
         free_told.append(
             f"a step's temporaries and logits: about {reserved_bytes} bytes for "
-            f"scheduling.max_num_batched_tokens {_budgets(config, on_cpu)[0]}"
+            f"scheduling.max_num_batched_tokens {token_budgets(config, on_cpu)[0]}"
         )
         steps_lower = "scheduling.max_num_batched_tokens, "
     slots_told = (
@@ -175,7 +182,7 @@ def _num_blocks(
     return min(wanted, usable // block_bytes - 1)
 
 
-def _budgets(config: EngineConfig, on_cpu: bool) -> tuple[int, int]:
+def token_budgets(config: EngineConfig, on_cpu: bool) -> tuple[int, int]:
     """Return the token budget of a prefill step and the size of one prompt's chunk."""
     given_budget = config.scheduling.max_num_batched_tokens
     given_chunk = config.scheduling.chunk_size

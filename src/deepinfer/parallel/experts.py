@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
-from deepinfer.errors import ConfigError
+from deepinfer.errors import ConfigError, UnsupportedError
 from deepinfer.kernels.grouping import group as group_choices
 from deepinfer.kernels.quantize import act8, decode_e4m3, decode_ue8m0, repeat_groups
 from deepinfer.parallel.balance import Placement, initial_placement
@@ -36,6 +37,7 @@ __all__ = [
     "LayerExperts",
     "Pending",
     "Received",
+    "RowShape",
     "Wire",
     "make_exchange",
 ]
@@ -471,12 +473,56 @@ class Gathered(BackEnd):
         return mine[:num_rows].view(outputs.dtype).view(num_rows, k, pending.x.shape[1])
 
 
-def make_exchange(name: str, group: Group, quantize: bool, factor: float = 0.0) -> ExpertExchange:
-    """Return a back end by its name in `parallel.backend`; raises ConfigError for others."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """What back ends with buffers of their own have to know.
+
+    capacity  most rows of a rank in a step
+    columns   of a row, of `dtype`; active: most choices of a row; experts: most of a layer, copies
+              included
+    """
+
+    capacity: int
+    columns: int
+    active: int
+    experts: int
+    dtype: torch.dtype
+
+
+def make_exchange(
+    name: str,
+    group: Group,
+    quantize: bool,
+    factor: float = 0.0,
+    shape: RowShape | None = None,
+    store: Store | None = None,
+    device: torch.device | None = None,
+) -> ExpertExchange:
+    """Return a back end by its name in `parallel.backend`; every rank of the group calls it.
+
+    shape, store, device  for those with buffers of their own
+    Raises ConfigError for other names and UnsupportedError where a back end cannot run.
+    """
+    on_card = device is not None and device.type == "cuda"
     if name in ("auto", "exact"):
         return Exact(group, quantize)
     if name == "fixed":
         return Fixed(group, quantize, factor)
     if name == "gathered":
         return Gathered(group, quantize)
-    raise ConfigError(f"parallel.backend: found {name!r}, expected exact, fixed or gathered")
+    if name not in ("symm", "deepep"):
+        raise ConfigError(
+            f"parallel.backend: found {name!r}, expected auto, exact, fixed, gathered, symm or "
+            "deepep"
+        )
+    if not on_card or shape is None or store is None or device is None:
+        raise UnsupportedError(
+            f"parallel.backend {name} needs GPUs: take exact, fixed or gathered on a CPU"
+        )
+    if name == "deepep":
+        from deepinfer.parallel.deepep import DeepEp
+
+        return DeepEp(group, shape)
+    from deepinfer.parallel.symm import symmetric
+
+    return symmetric(group, shape, quantize, store, device)

@@ -1,0 +1,255 @@
+"""Rows to the ranks that need them and back, through addresses of their memory.
+
+Each rank has one buffer that all others can write: a row for every (source, row) with a header of
+slots and weights, a row for every choice that comes back, and a flag for every source and way. A
+flag is its call's number and a count; whoever waits for it reads it with acquire, whoever sets it
+releases what was written before. Only single programs wait: a grid that need not be resident as a
+whole would wait for ever.
+
+One buffer serves every call: a rank writes rows of call n+1 only after it has the returns of call n
+from everybody, who had read theirs before they returned; and a return of call n+1 answers rows that
+were sent after the returns of call n were read.
+
+Source: parallelism specification, 3.5.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.tiles import (
+    act8_scale,
+    ceil_div,
+    e4m3_code,
+    e4m3_round,
+    e4m3_value,
+    launch,
+    narrow,
+    next_power,
+    pow2_inverse,
+    ue8m0_value,
+)
+
+__all__ = ["HEAD_ALIGN", "await_flags", "gather", "give_back", "header", "push", "raise_flags"]
+
+HEAD_ALIGN = 16
+_TILE = 1024
+
+
+@triton.jit
+def _push(
+    x, slots, weight, bases, C, K, row_bytes, first_row, num_local,
+    SIZE: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr,
+    QUANTIZE: tl.constexpr, HEAD: tl.constexpr,
+):  # fmt: skip
+    """Program (row, tile of columns) writes to every rank that holds one of the row's experts."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    choice = tl.arange(0, BK)
+    own = choice < K
+    slot = tl.load(slots + row * K + choice, own, -1)
+    owner = tl.where(slot < 0, -1, slot // num_local)
+    target = (first_row + row) * row_bytes
+    if QUANTIZE:
+        column = part * TILE + tl.arange(0, TILE)
+        values = tl.load(x + row * C + column, column < C, 0.0).to(tl.float32)
+        groups = tl.reshape(values, (TILE // 32, 32))
+        scale = act8_scale(tl.max(tl.abs(groups), 1))
+        code = e4m3_code(e4m3_round(groups * pow2_inverse(scale)[:, None])).to(tl.int64) & 255
+        shift = (tl.arange(0, 8) * 8).to(tl.int64)
+        words = tl.sum(tl.reshape(code, (TILE // 8, 8)) << shift[None, :], 1)
+        exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
+        group = part * (TILE // 32) + tl.arange(0, TILE // 32)
+        word = part * (TILE // 8) + tl.arange(0, TILE // 8)
+        held = word * 8 < C
+    else:  # x is its bytes, eight a word
+        word = part * TILE + tl.arange(0, TILE)
+        held = word < C
+        words = tl.load(x + row * C + word, held, 0)
+    for rank in range(SIZE):
+        base = tl.load(bases + rank) + target
+        wanted = tl.sum((owner == rank).to(tl.int32), 0) > 0
+        if part == 0:  # who needs nothing has to know it
+            head = base.to(tl.pointer_type(tl.int32))
+            tl.store(head + choice, tl.where(owner == rank, slot, -1).to(tl.int32), own)
+            weights = base.to(tl.pointer_type(tl.float32)) + K
+            tl.store(weights + choice, tl.load(weight + row * K + choice, own, 0.0), own)
+        if wanted:
+            body = (base + HEAD).to(tl.pointer_type(tl.int64))
+            tl.store(body + word, words, held)
+            if QUANTIZE:
+                scales = (base + HEAD + C).to(tl.pointer_type(tl.uint8))
+                tl.store(scales + group, exponent, group * 32 < C)
+
+
+@triton.jit
+def _raise(bases, flag_offset, place, epoch, count, SIZE: tl.constexpr):
+    number = tl.load(epoch)
+    value = (number << 32) | count
+    for rank in range(SIZE):
+        flag = (tl.load(bases + rank) + flag_offset).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(flag + place, value, sem="release", scope="sys")
+
+
+@triton.jit
+def _await(flags, epoch, counts, error, LIMIT: tl.constexpr, SIZE: tl.constexpr):
+    number = tl.load(epoch)
+    nothing = number * 0
+    for rank in range(SIZE):
+        value = tl.atomic_add(flags + rank, nothing, sem="acquire", scope="sys")
+        turns = 0
+        while ((value >> 32) != number) & (turns < LIMIT):
+            value = tl.atomic_add(flags + rank, nothing, sem="acquire", scope="sys")
+            turns += 1
+        if (value >> 32) != number:
+            tl.store(error, rank + 1)
+            value = nothing
+        tl.store(counts + rank, value & 0x7FFFFFFF)
+    tl.store(epoch, number + 1)
+
+
+@triton.jit
+def _header(
+    rows, counts, chosen, weights, most, capacity, row_bytes, K, first_slot,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Slots of this rank, counted from its first, and weights; -1 where a row is nobody's."""
+    row = tl.program_id(0).to(tl.int64)
+    source, place = row // most, row % most
+    choice = tl.arange(0, BK)
+    own = choice < K
+    head = rows + (source * capacity + place) * row_bytes
+    here = place < tl.load(counts + source)
+    slot = tl.load(head.to(tl.pointer_type(tl.int32)) + choice, own & here, -1)
+    weight = tl.load(head.to(tl.pointer_type(tl.float32)) + K + choice, own & here, 0.0)
+    local = tl.where(slot < 0, -1, slot - first_slot)
+    tl.store(chosen + row * K + choice, local.to(tl.int64), own)
+    tl.store(weights + row * K + choice, weight, own)
+
+
+@triton.jit
+def _gather(
+    rows, source, end, out, most, capacity, row_bytes, C,
+    QUANTIZE: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (sorted row, tile) reads the received row that it stands for."""
+    sorted_row = tl.program_id(0).to(tl.int64)
+    if sorted_row < tl.load(end):
+        found = tl.load(source + sorted_row)
+        base = rows + ((found // most) * capacity + found % most) * row_bytes + HEAD
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        held = column < C
+        if QUANTIZE:
+            value = e4m3_value(tl.load(base + column, held, 0))
+            value = value * ue8m0_value(tl.load(base + C + column // 32, held, 0))
+            tl.store(out + sorted_row * C + column, narrow(value, out.dtype.element_ty), held)
+        else:  # out is its bytes, eight a word
+            word = tl.load(base.to(tl.pointer_type(tl.int64)) + column, held, 0)
+            tl.store(out + sorted_row * C + column, word, held)
+
+
+@triton.jit
+def _give_back(
+    outputs, place, bases, offset, most, K, words, TILE: tl.constexpr
+):  # fmt: skip
+    """Program (received row, choice) writes the choice's output to the row's source."""
+    row = tl.program_id(0).to(tl.int64)
+    choice = tl.program_id(1)
+    found = tl.load(place + row * K + choice)
+    if found >= 0:
+        base = tl.load(bases + row // most) + offset
+        target = base.to(tl.pointer_type(tl.int64)) + ((row % most) * K + choice) * words
+        for start in range(0, words, TILE):
+            word = start + tl.arange(0, TILE)
+            held = word < words
+            tl.store(target + word, tl.load(outputs + found * words + word, held, 0), held)
+
+
+def push(
+    x: Tensor, slots: Tensor, weight: Tensor, bases: Tensor, row_bytes: int, first_row: int,
+    num_local: int, quantize: bool,
+) -> None:  # fmt: skip
+    """Write rows x [T, C] with slots [T, k] int64 and weights [T, k] to the ranks that need them.
+
+    bases      [N] int64 addresses of the rows of every rank
+    first_row  of this rank's rows there
+    """
+    num_rows, active = slots.shape
+    values = x.contiguous() if quantize else x.contiguous().view(torch.int64)
+    columns = values.shape[1]
+    launch(
+        _push, (num_rows, ceil_div(columns, _TILE)), values, slots.contiguous(),
+        weight.contiguous(), bases, columns, active, row_bytes, first_row, num_local,
+        SIZE=bases.shape[0], BK=next_power(active, 2), TILE=_TILE, QUANTIZE=quantize,
+        HEAD=head_bytes(active),
+    )  # fmt: skip
+
+
+def head_bytes(active: int) -> int:
+    """Return the bytes before a row's values."""
+    return ceil_div(8 * active, HEAD_ALIGN) * HEAD_ALIGN
+
+
+def raise_flags(bases: Tensor, offset: int, place: int, epoch: Tensor, count: int) -> None:
+    """Tell every rank that this one's writes are done, and a count.
+
+    epoch  [1] int64, the number of the call
+    """
+    launch(_raise, (1,), bases, offset, place, epoch, count, SIZE=bases.shape[0], num_warps=1)
+
+
+def await_flags(flags: Tensor, epoch: Tensor, counts: Tensor, error: Tensor, limit: int) -> None:
+    """Wait for every rank's flag [N] of this call and go on to the next.
+
+    counts  [N] int64, what they told
+    error   [1] int32, becomes 1 + the rank that did not come within `limit` looks
+    """
+    launch(_await, (1,), flags, epoch, counts, error, LIMIT=limit, SIZE=flags.shape[0],
+           num_warps=1)  # fmt: skip
+
+
+def header(
+    rows: Tensor, counts: Tensor, most: int, capacity: int, row_bytes: int, active: int,
+    first_slot: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return this rank's slots [N * most, k] int64, counted from its first and -1 elsewhere, and
+    weights fp32, of received rows (uint8, [N, capacity, row_bytes]).
+    """
+    total = counts.shape[0] * most
+    chosen = torch.empty(total, active, dtype=torch.int64, device=rows.device)
+    weights = torch.empty(total, active, dtype=torch.float32, device=rows.device)
+    launch(
+        _header, (total,), rows, counts, chosen, weights, most, capacity, row_bytes, active,
+        first_slot, BK=next_power(active, 2), num_warps=1,
+    )  # fmt: skip
+    return chosen, weights
+
+
+def gather(
+    rows: Tensor, source: Tensor, end: Tensor, most: int, capacity: int, row_bytes: int,
+    active: int, columns: int, dtype: torch.dtype, quantize: bool,
+) -> Tensor:  # fmt: skip
+    """Return the values [P, C] of sorted rows, as `round_trip` would have them.
+
+    source  [P] int64 received row of each; end [1] int64, rows from there on are left as they are
+    """
+    out = torch.empty(source.shape[0], columns, dtype=dtype, device=rows.device)
+    into = out if quantize else out.view(torch.int64)
+    launch(
+        _gather, (source.shape[0], ceil_div(into.shape[1], _TILE)), rows, source, end, into, most,
+        capacity, row_bytes, into.shape[1], QUANTIZE=quantize, HEAD=head_bytes(active),
+        TILE=_TILE,
+    )  # fmt: skip
+    return out
+
+
+def give_back(outputs: Tensor, place: Tensor, bases: Tensor, offset: int, most: int) -> None:
+    """Write the outputs [P, C] of received rows' choices (place [N * most, k]) to their sources."""
+    words = outputs.contiguous().view(torch.int64)
+    launch(
+        _give_back, tuple(place.shape), words, place, bases, offset, most, place.shape[1],
+        words.shape[1], TILE=_TILE,
+    )  # fmt: skip
