@@ -7,6 +7,8 @@ same on numpy arrays. Source: runtime specification, 5.3.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -30,8 +32,7 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     returns  [4, N]  int64, words 0..2^32-1
     Integer products wrap modulo 2^64, which leaves both 32-bit halves right.
     """
-    multiplier = torch.tensor(MULTIPLIERS, dtype=torch.int64, device=counter.device).unsqueeze(1)
-    step = torch.tensor(KEY_STEPS, dtype=torch.int64, device=counter.device).unsqueeze(1)
+    multiplier, step = _constants(counter.device)
     even, odd = counter[0::2], counter[1::2]
     for _ in range(NUM_ROUNDS):
         product = even * multiplier
@@ -40,6 +41,16 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
         even, odd = high.flip(0) ^ odd ^ key, low.flip(0)
         key = (key + step) & MASK
     return torch.stack((even[0], odd[0], even[1], odd[1]))
+
+
+@lru_cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return multipliers and key steps [2, 1], brought to a device once."""
+    multiplier, step = (
+        torch.tensor(values, dtype=torch.int64, device=device).unsqueeze(1)
+        for values in (MULTIPLIERS, KEY_STEPS)
+    )
+    return multiplier, step
 
 
 def exponential(
