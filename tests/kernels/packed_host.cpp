@@ -1,5 +1,7 @@
 // The packed products for Hopper on a CPU: launchers of small schedules, instructions done at once.
+#include <array>
 #include <map>
+#include <utility>
 
 #include "cuda_host.h"
 
@@ -20,11 +22,12 @@ struct Barrier {
     if (!pending && !bytes) pending = count, ++turn;
   }
 };
-inline std::map<u32, Barrier> barriers;
-inline std::map<int, Gate> named;
-inline u32 rows_a[1024][4];
-inline int cluster = 1, rank = 0;
-inline std::vector<std::vector<unsigned char>> peers;
+using Key = std::pair<const Block*, u32>;
+inline std::map<Key, Barrier> held_barriers;
+inline std::map<Key, Gate> gates;
+inline int cluster = 1;
+inline Barrier& barrier(u32 at) { return held_barriers[{&block(), at}]; }
+inline Block& first_of_cluster() { return blocks[(&block() - blocks.data()) / cluster * cluster]; }
 
 inline unsigned char* at(u32 offset) { return shared_memory() + offset; }
 
@@ -51,24 +54,24 @@ inline u32 times(u32 a, u32 b) {
 }
 inline u32 pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 
-inline void barrier_init(u32 bar, int count) { host::barriers[bar] = {count, count, 0, 0}; }
+inline void barrier_init(u32 bar, int count) { host::barrier(bar) = {count, count, 0, 0}; }
 inline void barrier_arrive(u32 bar) {
-  host::Barrier& b = host::barriers[bar];
+  host::Barrier& b = host::barrier(bar);
   if (--b.pending < 0) std::abort();
   b.settle();
 }
 inline void barrier_expect(u32 bar, u32 bytes) {
-  host::barriers[bar].bytes += bytes;
+  host::barrier(bar).bytes += bytes;
   barrier_arrive(bar);
 }
 inline void barrier_wait(u32 bar, u32 parity) {
-  while ((host::barriers[bar].turn & 1) == parity) host::leave();
+  while ((host::barrier(bar).turn & 1) == parity) host::leave();
 }
 inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64) {
   if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) std::abort();
   std::memcpy(host::at(target), source, bytes);
-  host::barriers[bar].bytes -= bytes;
-  host::barriers[bar].settle();
+  host::barrier(bar).bytes -= bytes;
+  host::barrier(bar).settle();
 }
 inline u64 read_once() { return 0; }
 inline void copy16(u32 target, const void* source) {
@@ -93,26 +96,35 @@ template <class T>
 void keep_in_place(T&) {}
 inline void store4(u32 at, float v) { std::memcpy(host::at(at), &v, 4); }
 inline void store_transposed(u32 at, u32 first, u32 second) {
-  static u32 places[1024], values[1024][2];
-  const int self = host::current, warp = self / 32 * 32, lane = self % 32;
-  places[self] = at, values[self][0] = first, values[self][1] = second;
+  static std::map<const host::Block*, std::vector<std::array<u32, 3>>> all;
+  auto& rows = all[&host::block()];
+  rows.resize(1024);
+  const int self = host::thread(), warp = self / 32 * 32, lane = self % 32;
+  rows[self] = {at, first, second};
   host::warp_wait();
   for (int tile = 0; tile < 2; ++tile)
     for (int i = 0; i < 2; ++i) {  // this lane holds row lane / 4, columns 2 (lane % 4) + i
       const int column = lane % 4 * 2 + i;
-      const uint16_t v = uint16_t(values[self][tile] >> (16 * i));
-      std::memcpy(host::at(places[warp + tile * 8 + column]) + lane / 4 * 2, &v, 2);
+      const uint16_t v = uint16_t(rows[self][1 + tile] >> (16 * i));
+      std::memcpy(host::at(rows[warp + tile * 8 + column][0]) + lane / 4 * 2, &v, 2);
     }
   host::warp_wait();
 }
 inline void load_remote(u32 at, int rank, float& first, float& second) {
-  const unsigned char* base = host::peers[rank].data();
+  std::vector<unsigned char>& shared = (&host::first_of_cluster() + rank)->shared;
+  const auto start = reinterpret_cast<uintptr_t>(shared.data());
+  const unsigned char* base = shared.data() + (1024 - start % 1024) % 1024;
   std::memcpy(&first, base + at, 4);
   std::memcpy(&second, base + at + 4, 4);
 }
 inline int cluster_blocks() { return host::cluster; }
-inline int cluster_place() { return host::rank; }
-inline void named_barrier(int id, int threads) { host::wait(host::named[id], threads); }
+inline int cluster_place() { return blockIdx.x % host::cluster; }
+inline void cluster_barrier() {
+  host::wait(host::gates[{&host::first_of_cluster(), 99}], host::cluster * host::running);
+}
+inline void named_barrier(int id, int threads) {
+  host::wait(host::gates[{&host::block(), u32(id)}], threads);
+}
 inline void barriers_ready() {}
 inline void shared_to_products() {}
 inline void previous_kernel_wait() {}
@@ -125,8 +137,11 @@ void more_registers() {}
 template <bool FP8, int N>
 struct Mma {
   static void run(float (&d)[N / 2], const u32* a, u64 b, int keep) {
-    const int self = host::current, lane = self % 32;
-    std::memcpy(host::rows_a[self], a, 16);
+    const int self = host::thread(), lane = self % 32;
+    static std::map<const host::Block*, std::vector<std::array<u32, 4>>> all;
+    auto& rows = all[&host::block()];
+    rows.resize(1024);
+    std::memcpy(rows[self].data(), a, 16);
     host::warp_wait();
     constexpr int K = FP8 ? 32 : 16, BYTES = 32 / K, REACH = 4 / BYTES;  // inputs of a register
     const u32 start = u32(b & 0x3FFF) << 4;
@@ -135,7 +150,7 @@ struct Mma {
       float sum = 0;
       for (int k = 0; k < K; ++k) {
         const int inside = k % (4 * REACH);
-        const u32 word = host::rows_a[self / 4 * 4 + inside / REACH][low + 2 * (k / (4 * REACH))];
+        const u32 word = rows[self / 4 * 4 + inside / REACH][low + 2 * (k / (4 * REACH))];
         u32 at = start + n * 128 + k * BYTES;
         at ^= (at >> 7 & 7) << 4;
         const unsigned char* p = host::at(at);
@@ -161,28 +176,18 @@ namespace {
 template <class K>
 int run_blocks(const Args& a, int blocks, int cluster) {
   host::cluster = cluster;
-  for (int first = 0; first < blocks; first += cluster) {
-    host::peers.clear();
-    for (int rank = 0; rank < cluster; ++rank) {
-      host::barriers.clear();
-      host::named.clear();
-      host::rank = rank;
-      host::launch(1, K::THREADS, K::SHARED, [&] {
-        host::block_id.x = first + rank;
-        host::grid_size.x = blocks;
+  host::held_barriers.clear();
+  host::gates.clear();
+  host::launch(
+      blocks, K::THREADS, K::SHARED,
+      [&] {
         K::run(a);
-      });
-      host::peers.emplace_back(host::shared_memory(), host::shared_memory() + K::SHARED - 1024);
-    }
-    for (int rank = 0; cluster > 1 && rank < cluster; ++rank) {
-      host::rank = rank;
-      host::launch(1, K::THREADS, K::SHARED, [&] {
-        host::block_id.x = first + rank;
-        host::grid_size.x = blocks;
+        if (cluster == 1) return;
+        cluster_barrier();
         K::finish(a);
-      });
-    }
-  }
+        cluster_barrier();
+      },
+      cluster > 1);
   return 0;
 }
 

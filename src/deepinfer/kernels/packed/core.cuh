@@ -188,7 +188,7 @@ struct Kernel {
   }
 
   // One unit: 64 rows by 128 bytes of a token, 16 registers of A.
-  static __device__ void decode(u32 block, u32 (&a)[16]) {
+  static __device__ void decode(u32 block, u32 pair_bytes, u32 (&a)[16]) {
     const int t = threadIdx.x & 127, warp = t >> 5, g = (t & 31) >> 2;
     if constexpr (FORMAT == FP4_AS_FP8) {
 #pragma unroll
@@ -213,7 +213,7 @@ struct Kernel {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           u32 pair[4];
-          fp4_to_pairs(words[2 * group + k], pair);
+          fp4_to_pairs(words[2 * group + k], pair_bytes, pair);
           u32* to = a + (2 * group + k) * 4;
           to[0] = times(pair[0], upper);
           to[1] = times(pair[1], lower);
@@ -272,7 +272,8 @@ struct Kernel {
   // Multiply unit UNIT of a stage, held in `now`; meanwhile decode the unit after it into `then`.
   template <int N, int UNIT>
   static __device__ void unit(Sums<N>& sums, u32 (&now)[16], u32 (&then)[16], Stage& stage, bool more,
-                              Ring& ring, u32 tokens, u32 weights, u32 full, u32 empty) {
+                              Ring& ring, u32 pair_bytes, u32 tokens, u32 weights, u32 full,
+                              u32 empty) {
     constexpr int atom = UNIT / TILES, tile = UNIT % TILES;
     const u64 b = describe(stage.tokens + atom * (TOKENS * 128));
     const u32 release = stage.empty;
@@ -287,11 +288,11 @@ struct Kernel {
     }
     group_commit();
     if constexpr (UNIT + 1 < UNITS) {
-      decode(block_of(stage.weights, (UNIT + 1) / TILES, (UNIT + 1) % TILES), then);
+      decode(block_of(stage.weights, (UNIT + 1) / TILES, (UNIT + 1) % TILES), pair_bytes, then);
     } else {
       if (more) {
         stage = enter(ring, tokens, weights, full, empty);
-        decode(block_of(stage.weights, 0, 0), then);
+        decode(block_of(stage.weights, 0, 0), pair_bytes, then);
       }
     }
     group_wait();
@@ -302,7 +303,7 @@ struct Kernel {
     }
     if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
     if constexpr (UNIT + 1 < UNITS)
-      unit<N, UNIT + 1>(sums, then, now, stage, more, ring, tokens, weights, full, empty);
+      unit<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full, empty);
   }
 
   template <int N>
@@ -314,15 +315,16 @@ struct Kernel {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.done[m][i] = 0.f;
     u32 even[16], odd[16];
+    const u32 pair_bytes = FORMAT == FP4_AS_BF16 ? load4(full - 16) : 0;
     const int steps = share_of(a, cluster_rank() + 1) - share_of(a, cluster_rank());
     Stage stage = enter(ring, tokens, weights, full, empty);
-    decode(block_of(stage.weights, 0, 0), even);
+    decode(block_of(stage.weights, 0, 0), pair_bytes, even);
 #pragma unroll 1
     for (int left = steps - 1; left >= 0; --left) {
-      unit<N, 0>(sums, even, odd, stage, left > 0, ring, tokens, weights, full, empty);
+      unit<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
       if constexpr (UNITS % 2) {
         if (--left < 0) break;
-        unit<N, 0>(sums, odd, even, stage, left > 0, ring, tokens, weights, full, empty);
+        unit<N, 0>(sums, odd, even, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
       }
     }
     if constexpr (DENSE) {
@@ -422,10 +424,11 @@ struct Kernel {
     unsigned char* tokens = ring_memory();
     unsigned char* weights = tokens + STAGES * TOKEN_BYTES;
     unsigned char* staging = weights + STAGES * WEIGHT_BYTES;
-    unsigned char* bars = staging + GROUPS * CHUNK * 128;
+    unsigned char* bars = staging + GROUPS * CHUNK * 128 + 16;  // behind a constant of the decoder
     int* first = reinterpret_cast<int*>(bars + 16 * STAGES);
     const u32 full = address(bars), empty = full + 8 * STAGES;
     if (threadIdx.x == 0) {
+      *reinterpret_cast<u32*>(bars - 16) = PAIR_BYTES;
       for (int i = 0; i < STAGES; ++i) {
         barrier_init(full + 8 * i, 129);
         barrier_init(empty + 8 * i, 4 * GROUPS);
