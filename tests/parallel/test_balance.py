@@ -210,6 +210,33 @@ def test_copies_help_on_unseen_steps() -> None:
         assert not judge(plan, start, unseen, remaining_steps=10**6, migration_rows=0).worth_it
 
 
+def test_evening_out_lowers_squares_and_pays_on_unseen_steps() -> None:
+    """By how much plans lose to chance, no plan changes; by what they leave uneven, this does."""
+    before, after = [], []
+    rng = np.random.default_rng(0)
+    share = np.exp(rng.normal(0, 0.5, 384))
+    for _ in range(3):
+        loads = rng.multinomial(24576, share / share.sum(), 24)[:, None]
+        seen, unseen = loads[:16], loads[16:]
+        raw, even = (plan_by_steps(seen, 64, 448, evenings=n) for n in (0, 400))
+        mean = seen.sum(axis=0, keepdims=True)
+        rough, smooth = (rank_loads(plan, mean).astype(float).std() for plan in (raw, even))
+        assert smooth < 0.5 * rough
+        before.append(balancedness(raw, unseen))
+        after.append(balancedness(even, unseen))
+    assert sum(after) > sum(before)
+
+
+def test_trust_grows_with_what_chance_does_not_explain() -> None:
+    rng = np.random.default_rng(0)
+    chance = rng.multinomial(4096, np.full(32, 1 / 32), 64)[:, None]
+    regular = np.zeros((64, 1, 32), np.int64)
+    regular[::2, 0, :16] = regular[1::2, 0, 16:] = 256
+    for loads, trust in ((chance, 1), (regular, 4)):
+        told, free = (plan_by_steps(loads, 4, 32, trust=t) for t in (trust, None))
+        assert told == free
+
+
 def test_gate_at_its_margin() -> None:
     loads = np.array([[[6, 6, 0, 0]]])
     bad, good = Placement([[0, 1, 2, 3]], 4, 2), Placement([[0, 2, 1, 3]], 4, 2)

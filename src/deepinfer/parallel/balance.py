@@ -7,7 +7,8 @@ it. Moving the weights is `migrate.py`'s; running several ranks is not here.
 
 Source: the published balancer's two policies (sum-greedy, optionally inside nodes; step vectors),
 with copies of an expert kept on distinct ranks, shrinkage towards the window's mean, exchanges
-behind the greedy placement, and a gate on steps that the plan has not seen.
+behind the greedy placement (for the peaks seen, then for even loads), and a gate on steps that the
+plan has not seen.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ UNIT: Final = 720720
 """Loads are counts times this, the least number that 1 to 16 copies divide."""
 
 _SHRINK: Final = 8
+_MOST_TRUST: Final = 4
 _LOOKED_AT: Final = 256
+_EVENED: Final = 8  # ranks that are tried as givers before evening out ends
+_EVEN_BITS: Final = 20  # of a load, so that sums of products stay far from overflow
 
 
 class Placement:
@@ -290,14 +294,18 @@ def plan_by_steps(
     num_ranks: int,
     slots: int,
     *,
-    trust: int = 4,
+    trust: int | None = None,
     exchanges: int = 64,
+    evenings: int = 400,
 ) -> Placement:
     """Plan with the loads of every step [S, layers, E]: experts busy at once go apart.
 
     trust      0 to 8: how far the difference of a step from the window's mean is believed, in
-               eighths; 8 follows the window exactly, which few steps do not deserve
-    exchanges  most exchanges of two slots behind the greedy placement
+               eighths; 8 follows the window exactly, which few steps do not deserve. None: what
+               steps differ by beyond chance, from 1 to 4
+    exchanges  most exchanges of two slots behind the greedy placement, for the sum of peaks
+    evenings   most exchanges behind these, for the sum of squares: a step that nobody has seen has
+               its peak on any rank, not only on that which had it before
     Copies are given where they lower the sum of peaks the most. Raises ConfigError when sizes do
     not fit.
     """
@@ -307,12 +315,14 @@ def plan_by_steps(
     for layer in range(loads.shape[1]):
         weights = _weights(loads[:, layer], trust)
         counts = _copies_by_steps(weights, slots, num_ranks)
-        plans.append(_ordered(_place(weights // counts, counts, num_ranks, exchanges)))
+        each = weights // counts
+        held = _place(each, counts, num_ranks, exchanges)
+        plans.append(_ordered(_even_out(held, each, evenings)))
     return Placement(np.stack(plans), num_experts, num_ranks)
 
 
 def refine(
-    now: Placement, loads: NDArray[np.integer], *, trust: int = 4, exchanges: int = 8
+    now: Placement, loads: NDArray[np.integer], *, trust: int | None = None, exchanges: int = 8
 ) -> Placement:
     """Improve a placement by a few exchanges of experts between ranks, copies staying as many.
 
@@ -336,8 +346,20 @@ def refine(
     return Placement(np.stack(layers), now.num_experts, now.num_ranks)
 
 
-def _weights(loads: NDArray[np.integer], trust: int) -> Ints:
+def _trust(loads: Ints) -> int:
+    """Return how far steps of a layer [S, E] differ beyond what drawing rows by chance brings."""
+    steps = len(loads)
+    total = loads.sum(axis=0)
+    spread = int((steps * (loads * loads).sum(axis=0) - total * total).sum())
+    chance = int(total.sum()) * (steps - 1)
+    if spread <= chance:
+        return 1
+    return min(max((2 * _SHRINK * (spread - chance) + spread) // (2 * spread), 1), _MOST_TRUST)
+
+
+def _weights(loads: NDArray[np.integer], trust: int | None) -> Ints:
     """Return loads [S, E] of a layer in units, drawn towards their mean over the steps."""
+    trust = _trust(loads.astype(np.int64)) if trust is None else trust
     if not 0 <= trust <= _SHRINK:
         raise ConfigError(f"trust must be between 0 and {_SHRINK}, found {trust}")
     weights = loads.astype(np.int64) * UNIT
@@ -499,6 +521,47 @@ def _exchange(load: Ints, has: NDArray[np.bool_], each: Ints) -> bool:
     load[worst], load[other] = here[least], there[least]
     has[worst, a], has[worst, b], has[other, b], has[other, a] = False, True, False, True
     return True
+
+
+def _even_out(held: list[list[int]], each: Ints, rounds: int) -> list[list[int]]:
+    """Exchange two experts of two ranks while that lowers the sum of squared loads.
+
+    held  experts of each rank; each  [S, E] load of one copy. One exchange a round, of the rank
+    with the largest sum of squares that can better itself. What an exchange changes is read off
+    products of loads: no round looks at the steps again.
+    """
+    num_ranks, num_experts = len(held), each.shape[1]
+    small = each >> max(0, int(each.max(initial=0)).bit_length() - _EVEN_BITS)
+    has = np.zeros((num_ranks, num_experts), bool)
+    for row, experts in zip(has, held, strict=True):
+        row[experts] = True
+    load = has.astype(np.int64) @ small.T
+    gram = small.T @ small
+    cross, own = load @ small, np.diagonal(gram)
+    squares = (load * load).sum(axis=1)
+    for _ in range(rounds):
+        for giver in np.argsort(-squares, kind="stable")[:_EVENED].tolist():
+            give = np.flatnonzero(has[giver])[:, None]
+            rank, take = np.nonzero(has & ~has[giver])
+            change = cross[rank, give] - cross[rank, take] - cross[giver, give]
+            change += cross[giver, take] + own[give] + own[take] - 2 * gram[give, take]
+            change[has[rank, give]] = 0
+            best = int(change.argmin()) if change.size else 0
+            if change.size and change.flat[best] < 0:
+                break
+        else:
+            break
+        line, column = divmod(best, change.shape[1])
+        a, b, other = int(give[line, 0]), int(take[column]), int(rank[column])
+        moved = small[:, a] - small[:, b]
+        load[giver] -= moved
+        load[other] += moved
+        cross[giver] -= gram[a] - gram[b]
+        cross[other] += gram[a] - gram[b]
+        for one in (giver, other):
+            squares[one] = (load[one] * load[one]).sum()
+        has[giver, a], has[giver, b], has[other, b], has[other, a] = False, True, False, True
+    return [np.flatnonzero(row).tolist() for row in has]
 
 
 def _without(values: Ints, first: int, second: Ints) -> Ints:
