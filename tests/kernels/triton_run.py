@@ -21,6 +21,8 @@ from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
 from deepinfer.kernels.decode_rows import LayoutForm, lay_out_plain
 from deepinfer.kernels.table import TABLE
+from deepinfer.sampling.noise import LARGEST_UNIFORM
+from deepinfer.sampling.sampler import draw
 
 
 def implementation(op: str, name: str) -> object:
@@ -109,6 +111,17 @@ def laid_out(function, ratios: tuple[int, ...], tail: int, engram: int) -> list[
     return list(function(slots, places, length, tokens[:, 0], tokens[:, 1:], table, form))
 
 
+def drawn(function, rows: int, width: int, stream: int) -> Tensor:
+    """Tokens drawn by `sampler.draw` or its Triton twin; some ids are not allowed."""
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randn(rows, width, generator=generator) * 3
+    logits[0, :3] = float("-inf")
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    positions = torch.randint(0, 1 << 20, (rows,), generator=generator)
+    return function(logits, seeds, positions, stream)
+
+
+DRAWN = [(5, 288, 0), (3, 5001, 1), (9, 10, 0)]
 LAID_OUT = [((1, 2), 7, 9), ((2,), 0, 0), ((), 0, 3)]
 GROUPED = [
     (1, 1, 3, torch.float32), (7, 3, 8, torch.bfloat16), (129, 6, 24, torch.bfloat16),
@@ -128,6 +141,11 @@ def run(seed: int) -> list[str]:
         pairs = zip(grouped(twin, *setting), grouped(grouping, *setting), strict=True)
         if not all(torch.equal(mine, want) for mine, want in pairs):
             failures.append(f"grouping {setting}: other values")
+    twin = import_module("deepinfer.kernels.draw.triton")
+    for setting in DRAWN:
+        mine = drawn(lambda *given: twin.draw(*given, LARGEST_UNIFORM), *setting)
+        if not torch.equal(mine, drawn(draw, *setting)):
+            failures.append(f"draw {setting}: other tokens")
     twin = import_module("deepinfer.kernels.decode_rows.triton")
     for setting in LAID_OUT:
         pairs = zip(
@@ -163,7 +181,7 @@ def compile_all(archs: list[int]) -> list[str]:
     failures, seen = [], set()
     types = {
         torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64",
-        torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32",
+        torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float64: "*fp64",
     }  # fmt: skip
 
     def record(kernel, grid, *arguments, **constants) -> None:
@@ -192,7 +210,7 @@ def compile_all(archs: list[int]) -> list[str]:
 
     # On a card bf16 products run as such: compile that, though this process has no card.
     modules = {line.module.partition(".")[0] for lines in TABLE.values() for line in lines}
-    for module in modules | {"grouping", "decode_rows"}:
+    for module in modules | {"grouping", "decode_rows", "draw"}:
         try:
             kernels = import_module(f"deepinfer.kernels.{module}.triton")
         except ModuleNotFoundError:
@@ -209,6 +227,8 @@ def compile_all(archs: list[int]) -> list[str]:
         stored("triton", *setting)
     for setting in GROUPED:
         grouped(import_module("deepinfer.kernels.grouping.triton"), *setting)
+    made = import_module("deepinfer.kernels.draw.triton")
+    drawn(lambda *given: made.draw(*given, LARGEST_UNIFORM), *DRAWN[0])
     for setting in LAID_OUT:
         laid_out(import_module("deepinfer.kernels.decode_rows.triton").lay_out, *setting)
     assert tiles.launch is not record

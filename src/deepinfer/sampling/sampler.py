@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from deepinfer.errors import RequestError
 from deepinfer.sampling.host import MASS_ONE, draw_host, filter_host
-from deepinfer.sampling.noise import STREAM_TARGET
+from deepinfer.sampling.noise import LARGEST_UNIFORM, STREAM_TARGET
 from deepinfer.sampling.rng import exponential
 
 __all__ = [
@@ -145,6 +146,10 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor, stream: int = STREAM_
     returns    [N]     int64
     Fixed shapes, no look at values: every id gets its noise.
     """
+    if logits.device.type == "cuda" and find_spec("triton"):
+        from deepinfer.kernels.draw import triton
+
+        return triton.draw(logits, seeds, positions, stream, LARGEST_UNIFORM)
     num, width = logits.shape
     num_groups = -(-width // 4)
     groups = torch.arange(num_groups, device=logits.device)

@@ -1,0 +1,84 @@
+"""Gumbel-max draws in Triton: noise is made where it is used, one program per row and stretch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.tiles import ceil_div, launch, next_power
+
+_GROUPS = 1024  # of four ids, whose noise is one counter's
+
+
+@triton.jit
+def _lane(logits, width, peak, words, group, lane, best, chosen, LARGEST: tl.constexpr):
+    """Take the best of ids 4 * group + lane into best [groups] and chosen [groups]."""
+    token = 4 * group + lane
+    logit = tl.load(logits + token, token < width, float("-inf"))
+    word = words.to(tl.int64) & 0xFFFFFFFF
+    uniform = tl.minimum((word.to(tl.float64) + 0.5) * 2.3283064365386963e-10, LARGEST)
+    score = (logit - peak).to(tl.float64) - tl.log(-tl.log(1.0 - uniform))
+    score = tl.where(token < width, score, float("-inf"))
+    better = score > best
+    return tl.where(better, score, best), tl.where(better, token, chosen)
+
+
+@triton.jit
+def _draw(
+    logits, peaks, seeds, positions, scores, tokens, width, row_stride, stream, parts,
+    LARGEST: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    group = part * GROUPS + tl.arange(0, GROUPS)
+    position = tl.load(positions + row)
+    zero = tl.zeros((GROUPS,), tl.uint32)
+    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    third = zero + stream.to(tl.uint32)
+    a, b, c, d = tl.philox(tl.load(seeds + row), low, group.to(tl.uint32), third, zero)
+    peak = tl.load(peaks + row)
+    source = logits + row * row_stride
+    best = tl.full((GROUPS,), float("-inf"), tl.float64)
+    chosen = tl.zeros((GROUPS,), tl.int32) + 4 * group
+    best, chosen = _lane(source, width, peak, a, group, 0, best, chosen, LARGEST)
+    best, chosen = _lane(source, width, peak, b, group, 1, best, chosen, LARGEST)
+    best, chosen = _lane(source, width, peak, c, group, 2, best, chosen, LARGEST)
+    best, chosen = _lane(source, width, peak, d, group, 3, best, chosen, LARGEST)
+    top = tl.max(best, 0)
+    token = tl.min(tl.where(best == top, chosen, 2147483647), 0)
+    tl.store(scores + row * parts + part, top)
+    tl.store(tokens + row * parts + part, tl.minimum(token, width - 1))
+
+
+@triton.jit
+def _best(scores, tokens, out, parts, BP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BP)
+    score = tl.load(scores + row * parts + part, part < parts, float("-inf"))
+    token = tl.load(tokens + row * parts + part, part < parts, 2147483647)
+    top = tl.max(score, 0)
+    tl.store(out + row, tl.min(tl.where(score == top, token, 2147483647), 0).to(tl.int64))
+
+
+def draw(
+    logits: Tensor, seeds: Tensor, positions: Tensor, stream: int, largest_uniform: float
+) -> Tensor:
+    """As `sampling.sampler.draw`."""
+    num, width = logits.shape
+    out = torch.empty(num, dtype=torch.int64, device=logits.device)
+    if not num:
+        return out
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    groups = min(_GROUPS, next_power(ceil_div(width, 4), 16))
+    parts = ceil_div(ceil_div(width, 4), groups)
+    scores = torch.empty(num, parts, dtype=torch.float64, device=logits.device)
+    tokens = torch.empty(num, parts, dtype=torch.int32, device=logits.device)
+    launch(
+        _draw, (parts, num), logits, logits.amax(dim=-1), seeds.contiguous(),
+        positions.contiguous(), scores, tokens, width, logits.stride(0), stream, parts,
+        LARGEST=largest_uniform, GROUPS=groups,
+    )  # fmt: skip
+    launch(_best, (num,), scores, tokens, out, parts, BP=next_power(parts))
+    return out
