@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepinfer.bench.enginesteps import RunnerSteps
 from deepinfer.bench.modelbench import ModelBench, choose_layers, decode_step, split_ops
 from deepinfer.bench.slices import (
     Fabric,
@@ -88,6 +89,22 @@ def test_a_step_is_finite_and_split_by_op(small: ModelConfig) -> None:
         layer.kind for layer in bench.config.layers
     }
     assert split.launches == 0 and all(us >= 0 for us in split.ops.values())
+
+
+def test_the_runner_of_accelerators_repeats_its_step(small: ModelConfig) -> None:
+    bench = bench_of(small, depth=3, rows=3)
+    steps = RunnerSteps(bench, graphs=False)
+    first = steps.run()
+    assert all(row.num_verified == 2 and row.error is None for row in first.rows)
+    moved = [steps.run() for _ in range(3)]
+    assert all(len(result.rows) == 2 for result in moved)
+    steps.start_again()
+    again = steps.run()
+    assert [r.token_ids for r in again.rows] == [r.token_ids for r in first.rows]
+    split = split_ops(bench, steps.run)
+    assert "paged_attention" in split.ops or "sparse_attention" in split.ops
+    with pytest.raises(ConfigError, match="rows"):
+        RunnerSteps(bench_of(small, depth=1, rows=small.dspark_block_size + 2), graphs=False)
 
 
 def test_forms_write_records_that_can_be_shown(

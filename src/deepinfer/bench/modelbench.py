@@ -41,6 +41,8 @@ from deepinfer.model.fast.random import random_model, shallow
 __all__ = ["ModelBench", "OpSplit", "StepTime", "choose_layers", "decode_step", "prefill_step"]
 
 _TOKENS_PER_BLOCK: Final = 128
+_ROOM: Final = 256
+"""Positions behind a context that steps may move on to."""
 _SCALES: Final = {"window_fp8": (117, 122), "main_fp4": (0x1C, 0x38), "index_fp4": (122, 128)}
 """Scale bytes that give entries of about unit size."""
 
@@ -89,8 +91,8 @@ class StepTime:
     """Microseconds of a step.
 
     us, us_burst  of the device, under steady load and after a pause (`bench/timing.py`)
-    wall_us       from step to step in a loop that brings inputs and fetches tokens, None on a CPU
-    mode          "graph", "events" or "clock"
+    wall_us       from step to step in a loop that stays one step ahead, None on a CPU
+    mode          "graph", "no graph", "events" or "clock"
     """
 
     us: float
@@ -154,7 +156,7 @@ class ModelBench:
         )
         self.weight_bytes = _allocated(device) - before
         self.layout = CacheLayout.build(config, "official", _TOKENS_PER_BLOCK)
-        self.per_sequence = -(-(context + rows) // _TOKENS_PER_BLOCK)
+        self.per_sequence = -(-(context + rows + _ROOM) // _TOKENS_PER_BLOCK)
         before = _allocated(device)
         num_blocks = sequences * self.per_sequence + 1
         self.caches = Caches.allocate(self.layout, num_blocks, sequences + 1, device)
@@ -261,20 +263,17 @@ def prefill_step(bench: ModelBench, inputs: ModelInputs) -> Callable[[], Tensor]
     return step
 
 
-def time_step(
-    step: Callable[[], Tensor], device: torch.device, flops: float = 0.0, loops: int = 12
-) -> StepTime:
-    """Time a step on the device, and from step to step in a loop with inputs and tokens."""
+def time_step(step: Callable[[], Tensor], device: torch.device, loops: int = 12) -> StepTime:
+    """Time a step, outside graphs, and from step to step in a loop with inputs and tokens."""
     with torch.inference_mode():
-        clock = make_clock([step], flops or 1e30, device, most_calls=1)
+        clock = make_clock([step], 1e30, device, most_calls=0)
         clock.burst()
         clock.load()
         clock.later()
         timing = clock.timing()
         wall = _loop(clock.run, step, device, loops) if device.type == "cuda" else None
         clock.close()
-    mode = f"{timing.mode}, no graph: {clock.why}" if clock.why else timing.mode
-    return StepTime(us=timing.us, us_burst=timing.us_burst, wall_us=wall, mode=mode)
+    return StepTime(us=timing.us, us_burst=timing.us_burst, wall_us=wall, mode=timing.mode)
 
 
 def _loop(
@@ -348,7 +347,7 @@ def _named(bench: ModelBench) -> Iterator[None]:
             model.draft.ops = plain
 
 
-def split_ops(bench: ModelBench, step: Callable[[], Tensor]) -> OpSplit:
+def split_ops(bench: ModelBench, step: Callable[[], object]) -> OpSplit:
     """Profile one step outside graphs and add up the kernels of each op."""
     card = bench.device.type == "cuda"
     kinds = [torch.profiler.ProfilerActivity.CPU]

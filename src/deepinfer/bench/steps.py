@@ -147,7 +147,7 @@ def measure_steps(
     bench: ModelBench | None = None
     for sequences in asked.sequences:
         bench, step = _prepare(form, config, device, asked, sequences, plan, bench)
-        timed, split = _run(bench, step, asked.split)
+        timed, split = _run(bench, step, asked.split, form != "prefill")
         records.append(_record(form, bench, asked, timed, split, _own_tokens(form, bench)))
         tell(f"{form}: {sequences} x {asked.rows} rows {timed.us:,.0f} us ({timed.mode})")
     return records
@@ -176,7 +176,7 @@ def measure_slice(
         exchanges: tuple[Replayed, ...] = ()
         if plan.mode == "replay":
             exchanges = install(plan, bench.model, sequences * asked.rows, bench.device)
-        timed, split = _run(bench, step, asked.split)
+        timed, split = _run(bench, step, asked.split, not prefill)
         tokens = float(sequences * asked.rows) if prefill else accepted * sequences
         record = _record("slice", bench, asked, timed, split, tokens)
         drawn = [rows.pick.shape[0] for e in exchanges for rows in e.drawn.values()]
@@ -239,10 +239,18 @@ def _prepare(
 
 
 def _run(
-    bench: ModelBench, step: Callable[[], torch.Tensor], split: bool
+    bench: ModelBench, step: Callable[[], torch.Tensor], split: bool, decode: bool
 ) -> tuple[StepTime, OpSplit | None]:
-    timed = time_step(step, bench.device)
-    return timed, split_ops(bench, step) if split else None
+    """Time a step and split it: on a card a decode step is one of the engine's runner there."""
+    if not decode or bench.device.type != "cuda":
+        timed = time_step(step, bench.device)
+        return timed, split_ops(bench, step) if split else None
+    from deepinfer.bench.enginesteps import RunnerSteps
+
+    steps = RunnerSteps(bench, graphs=True)
+    timed = steps.time()
+    steps.runner.graphs.forget()
+    return timed, split_ops(bench, RunnerSteps(bench, graphs=False).run) if split else None
 
 
 def _free(bench: ModelBench) -> None:

@@ -150,7 +150,7 @@ class _CudaClock(Clock):
         estimate = self._between(lambda: [call() for call in calls]) / len(calls)
         count = max(len(calls), min(most_calls, int(_REPLAY_US / max(estimate, 1.0))), 1)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._graph = self._captured(count)
+        self._graph = self._captured(count) if most_calls else None
         if self._graph is not None:
             self.mode, self.per_replay = "graph", count
             self._graph.replay()
@@ -204,7 +204,7 @@ def make_clock(
     """Return a clock for calls that each use their own buffers; runs them once or more.
 
     flops       of a call; says whether it loads the card
-    most_calls  of a graph, where they are short
+    most_calls  of a graph, where they are short; 0 = no graph
     """
     assert calls, "nothing to time"
     if device.type == "cuda":
