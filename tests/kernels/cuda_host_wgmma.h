@@ -36,6 +36,8 @@ inline uint32_t e5m2_byte(float x) {  // of values that are exact
 }
 inline uint32_t e5m2_pair(float low, float high) { return e5m2_byte(low) | e5m2_byte(high) << 8; }
 
+inline float __saturatef(float x) { return std::fmin(std::fmax(x, 0.f), 1.f); }
+
 inline uint16_t bf16_bits(float x) {
   const uint32_t v = __float_as_uint(x);
   return static_cast<uint16_t>((v + 0x7FFF + (v >> 16 & 1)) >> 16);

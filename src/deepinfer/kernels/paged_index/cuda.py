@@ -73,7 +73,6 @@ def paged_index_score(
     *,
     each: int | None = None,
     chunk: int | None = None,
-    variant: int = 0,
 ) -> Tensor:
     """As the reference, in bf16 where `rounding` is "final": the same values in half the bytes.
 
@@ -91,6 +90,8 @@ def paged_index_score(
     columns = num_entries if blocks is None else num_blocks * block_size
     dtype = torch.bfloat16 if rounding == "final" else torch.float32
     out = torch.empty(num_rows, -(-columns // 8) * 8, dtype=dtype, device=q.device)
+    if not num_rows or not columns:
+        return out[:, :columns]
     each = each or rows_each(num_rows, table.shape[0])
     groups = num_rows if blocks is not None else -(-num_rows // each)
     if chunk is None:
@@ -102,6 +103,6 @@ def paged_index_score(
         codes, codes.stride(0), codes.stride(1), scales, scales.stride(0), scales.stride(1),
         codes.shape[1].bit_length() - 1, table, table.stride(0), rows, visible,
         None if blocks is None else blocks.contiguous(), num_blocks, block_size.bit_length() - 1,
-        out, out.element_size(), out.stride(0), num_rows, num_entries, each, chunk, variant,
+        out, out.element_size(), out.stride(0), num_rows, num_entries, each, chunk,
     )  # fmt: skip
     return out[:, :columns]

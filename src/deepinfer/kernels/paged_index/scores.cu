@@ -113,6 +113,11 @@ __device__ inline void decode(const uint4& codes, int shift, u32 (&words)[4][2])
   }
 }
 
+// max(x, 0) 2^-40, exact: products stay under 2^36. A saturating product runs where fused
+// multiply-adds do; a maximum would share a pipe of half the width with the decoding.
+constexpr u32 kDown = (127u - 40u) << 23, kUp = (127u + 40u) << 23;
+__device__ inline float positive(float x) { return __saturatef(x * __uint_as_float(kDown)); }
+
 __device__ inline int largest_byte(u32 x) {
   const u32 a = max(x & 0xFFu, x >> 8 & 0xFFu), b = max(x >> 16 & 0xFFu, x >> 24);
   return static_cast<int>(max(a, b));
@@ -145,7 +150,7 @@ __device__ void fill(O* out, int64_t stride, int begin, int stop, int from, int 
   }
 }
 
-template <int R, typename W, typename O, int BLOCKS, bool CANDIDATES, bool AHEAD>
+template <int R, typename W, typename O, int BLOCKS, bool CANDIDATES>
 __global__ void __launch_bounds__(kThreads, BLOCKS)
 scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
               int64_t table_stride, const int64_t* sequence, const int64_t* visible,
@@ -206,7 +211,7 @@ scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
     if (c == 0) {
       const float w = row < num_rows ? value(weight[static_cast<int64_t>(row) * kHeads + head]) : 0.f;
       // Column 8 j + 2 c + e of a row belongs to thread c: [row][c][2 j + e].
-      factors[(n / kHeads * 4 + head % 8 / 2) * 8 + head / 8 * 2 + head % 2] = w * down;
+      factors[(n / kHeads * 4 + head % 8 / 2) * 8 + head / 8 * 2 + head % 2] = w * down * __uint_as_float(kUp);
     }
   }
   shared_to_products();
@@ -230,6 +235,12 @@ scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
     const int to = min(end, limit);  // nobody sees what lies beyond
     const int num_tiles = to > from ? (to - from + kTile - 1) / kTile : 0;
     int sees[kPairs];  // entries that this thread's rows see
+    int everyone = stop - begin == R ? entries : 0;  // entries that all rows see
+    for (int row = begin; row < stop; ++row) {
+      everyone = static_cast<int>(min(visible[row], static_cast<int64_t>(everyone)));
+    }
+    O* own_out = out + (first_row + (R > 1 && (c & 2) ? R / 2 : 0)) * out_stride + from + warp * 16 +
+                 lane / 4 + (c & 1 ? 8 : 0);
 #pragma unroll
     for (int r = 0; r < kPairs; ++r) {
       const int row = first_row + r + (R > 1 && (c & 2) ? R / 2 : 0);
@@ -296,15 +307,9 @@ scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
         scales_of[i] = __uint_as_float(largest > kTop ? static_cast<u32>(largest - kTop) << 23 : 0u);
       }
     };
-    if (AHEAD) {
-      copies_wait<kStages - 2>();
-      unpack(0, a, scale);
-    }
     for (int tile = 0; tile < num_tiles; ++tile) {
-      if (!AHEAD) {
-        copies_wait<kStages - 2>();
-        unpack(tile, a, scale);
-      }
+      copies_wait<kStages - 2>();
+      unpack(tile, a, scale);
       float d[N / 2];
       product_begin();
 #pragma unroll
@@ -312,12 +317,6 @@ scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
       product_end();
       if (tile + kStages - 1 < num_tiles && any) fetch(tile + kStages - 1);
       copies_end();
-      u32 next[4][4];
-      float next_scale[2];
-      if (AHEAD) {  // the next tile is decoded while the product runs
-        copies_wait<kStages - 2>();
-        unpack(tile + 1, next, next_scale);
-      }
       product_wait();
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) settle(d[i]);
@@ -337,41 +336,46 @@ scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            s0 = fmaf(fmaxf(d[(r * 4 + j) * 4 + e], 0.f), ws[2 * j + e], s0);
-            s1 = fmaf(fmaxf(d[(r * 4 + j) * 4 + 2 + e], 0.f), ws[2 * j + e], s1);
+            s0 = fmaf(positive(d[(r * 4 + j) * 4 + e]), ws[2 * j + e], s0);
+            s1 = fmaf(positive(d[(r * 4 + j) * 4 + 2 + e]), ws[2 * j + e], s1);
           }
         }
         const float keep = odd ? s1 : s0, send = odd ? s0 : s1;
         part[r] = keep + __shfl_xor_sync(kFull, send, 1);
       }
-      const int position = from + tile * kTile + own + (odd ? 8 : 0);
       const float factor = odd ? scale[1] : scale[0];
-      const int key = CANDIDATES && position < to ? place_of(chosen, log_size, position) : position;
+      float sums[kPairs];
 #pragma unroll
       for (int r = 0; r < kPairs; ++r) {
-        float sum;
-        int row = first_row + r;
         if (R == 1) {
-          sum = part[0] + __shfl_xor_sync(kFull, part[0], 2);
+          sums[r] = part[0] + __shfl_xor_sync(kFull, part[0], 2);
         } else {
           const float keep = upper ? part[r + R / 2] : part[r];
           const float send = upper ? part[r] : part[r + R / 2];
-          sum = keep + __shfl_xor_sync(kFull, send, 2);
-          row += upper ? R / 2 : 0;
+          sums[r] = keep + __shfl_xor_sync(kFull, send, 2);
         }
-        sum *= factor;
-        if (key < 0 || key >= sees[r]) sum = __uint_as_float(kNothing);
-        if (position < end && row >= begin && row < stop && (R > 1 || !upper)) {
-          put(out + row * out_stride + position, sum);
-        }
+        sums[r] *= factor;
       }
-      if (AHEAD) {
+      O* to_out = own_out + tile * kTile;
+      if (!CANDIDATES && from + (tile + 1) * kTile <= everyone) {
 #pragma unroll
-        for (int s = 0; s < 4; ++s) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) a[s][i] = next[s][i];
+        for (int r = 0; r < kPairs; ++r) {
+          if (R > 1 || !upper) put(to_out, sums[r]);
+          to_out += out_stride;
         }
-        scale[0] = next_scale[0], scale[1] = next_scale[1];
+      } else {
+        const int position = from + tile * kTile + own + (odd ? 8 : 0);
+        const int key =
+            CANDIDATES && position < to ? place_of(chosen, log_size, position) : position;
+#pragma unroll
+        for (int r = 0; r < kPairs; ++r) {
+          const int row = first_row + r + (R > 1 && upper ? R / 2 : 0);
+          if (key < 0 || key >= sees[r]) sums[r] = __uint_as_float(kNothing);
+          if (position < end && row >= begin && row < stop && (R > 1 || !upper)) {
+            put(to_out, sums[r]);
+          }
+          to_out += out_stride;
+        }
       }
     }
     fill(out, out_stride, begin, stop, from + num_tiles * kTile, end);
@@ -380,13 +384,13 @@ scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
   }
 }
 
-template <int R, typename W, typename O, int BLOCKS, bool CANDIDATES, bool AHEAD>
+template <int R, typename W, typename O, int BLOCKS, bool CANDIDATES>
 int run(const void* q, const void* weight, const Cache& cache, const void* table,
         long long table_stride, const void* sequence, const void* visible, const void* candidates,
         long long num_candidates, int log_size, void* out, long long out_stride,
         long long num_rows, long long entries, long long chunk, cudaStream_t stream) {
   const int bytes = R * kHeads * (kDim + 4) + kStages * kStageBytes;
-  auto kernel = scores_kernel<R, W, O, BLOCKS, CANDIDATES, AHEAD>;
+  auto kernel = scores_kernel<R, W, O, BLOCKS, CANDIDATES>;
   const long long length = CANDIDATES ? num_candidates << log_size : entries;
 #ifndef HOST_TWIN
   if (bytes > 48 * 1024) {
@@ -426,41 +430,31 @@ extern "C" int index_scores(const void* q, const void* weight, long long weight_
                             long long num_candidates, long long log_size, void* out,
                             long long out_size, long long out_stride, long long num_rows,
                             long long entries, long long rows_each, long long chunk,
-                            long long variant, cudaStream_t stream) {
+                            cudaStream_t stream) {
   const Cache cache{static_cast<const unsigned char*>(codes),
                     static_cast<const unsigned char*>(scales),
                     code_block, scale_block, static_cast<int>(code_entry),
                     static_cast<int>(scale_entry), static_cast<int>(log_entries)};
-#define RUN(R, W, O, BLOCKS, CANDIDATES, AHEAD)                                                   \
-  return run<R, W, O, BLOCKS, CANDIDATES, AHEAD>(q, weight, cache, table, table_stride, sequence, \
-                                                 visible, candidates, num_candidates,            \
-                                                 static_cast<int>(log_size), out, out_stride,    \
-                                                 num_rows, entries, chunk, stream)
-#define TYPES(...)                                                         \
-  do {                                                                     \
-    if (weight_size == 2 && out_size == 2) RUN_WITH(u16, u16, __VA_ARGS__); \
-    if (weight_size == 2) RUN_WITH(u16, float, __VA_ARGS__);               \
-    if (out_size == 2) RUN_WITH(float, u16, __VA_ARGS__);                  \
-    RUN_WITH(float, float, __VA_ARGS__);                                   \
+#define RUN(W, O, R, BLOCKS, CANDIDATES)                                                        \
+  return run<R, W, O, BLOCKS, CANDIDATES>(q, weight, cache, table, table_stride, sequence,     \
+                                          visible, candidates, num_candidates,                 \
+                                          static_cast<int>(log_size), out, out_stride,         \
+                                          num_rows, entries, chunk, stream)
+#define TYPES(...)                                                    \
+  do {                                                                \
+    if (weight_size == 2 && out_size == 2) RUN(u16, u16, __VA_ARGS__); \
+    if (weight_size == 2) RUN(u16, float, __VA_ARGS__);               \
+    if (out_size == 2) RUN(float, u16, __VA_ARGS__);                  \
+    RUN(float, float, __VA_ARGS__);                                   \
   } while (false)
-#define RUN_WITH(W, O, R, BLOCKS, CANDIDATES, AHEAD) RUN(R, W, O, BLOCKS, CANDIDATES, AHEAD)
-  if (candidates) {
-    if (variant == 1) TYPES(1, 6, true, false);
-    if (variant == 2) TYPES(1, 4, true, true);
-    TYPES(1, 4, true, false);
-  }
+  if (candidates) TYPES(1, 6, true);
   switch (rows_each) {
-    case 1: TYPES(1, 4, false, false);
-    case 2: TYPES(2, 4, false, false);
-    case 4: TYPES(4, 3, false, false);
-    case 8: TYPES(8, 2, false, true);
-    case 6:
-      if (variant == 1) TYPES(6, 2, false, false);
-      if (variant == 2) TYPES(6, 2, false, true);
-      if (variant == 3) TYPES(6, 3, false, true);
-      TYPES(6, 3, false, false);
+    case 1: TYPES(1, 4, false);
+    case 2: TYPES(2, 4, false);
+    case 4: TYPES(4, 3, false);
+    case 6: TYPES(6, 3, false);
+    case 8: TYPES(8, 2, false);
   }
-#undef RUN_WITH
 #undef TYPES
 #undef RUN
   return -1;
