@@ -225,6 +225,8 @@ def join(
             f"{found.world} processes were started, but parallel.data x parallel.context and "
             f"parallel.engram need {mesh.world}"
         )
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)  # what libraries take when they are not told
     try:
         store = _store(found, timeout)
         name = f"engine {_engines}" if not children and started is None else "engine"

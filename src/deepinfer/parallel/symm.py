@@ -61,7 +61,7 @@ class SymmetricMemory:
                 "symm: the GPUs of this host cannot write to each other's memory"
             )
         memory.set_group_info(name, place, size, PrefixStore(f"symm {name}", store))
-        self.local: Tensor = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
+        self.local: Tensor = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         self.local.zero_()
         torch.cuda.synchronize(device)
         self._handle = memory.rendezvous(self.local, name)
