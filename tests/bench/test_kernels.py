@@ -153,8 +153,9 @@ def test_a_run_writes_records_a_table_and_a_page(
         assert found.ceilings and found.ceilings["read"] > 0
         assert "card" not in (found.machine or {})
     assert page.stat().st_size > 1000
-    assert main(["bench", "show", str(out)]) == 0
-    assert capsys.readouterr().out == printed
+    again = tmp_path / "again.png"
+    assert main(["bench", "show", str(out), "--plot", str(again)]) == 0
+    assert capsys.readouterr().out == printed and again.stat().st_size > 1000
 
 
 def test_a_worker_that_hangs_or_dies_costs_its_member_alone(

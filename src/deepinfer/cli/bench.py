@@ -109,6 +109,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     speculation.set_defaults(func=run)
     show = forms.add_parser("show", help="print kept figures", description="Print kept figures.")
     show.add_argument("file", nargs="?", default=_FILE, metavar="FILE", help=f"records ({_FILE})")
+    show.add_argument("--plot", metavar="FILE", help="draw kernels' points as PNG")
     show.set_defaults(func=run)
 
 
@@ -334,14 +335,21 @@ def _run_kernels(args: argparse.Namespace) -> int:
     return 0 if any(not record.failed for record in records) else 1
 
 
-def _show(file: Path) -> str:
-    """Lay out what a file holds, whichever suite wrote it."""
+def _show(file: Path, plot: Path | None) -> str:
+    """Lay out what a file holds, whichever suite wrote it; draw it where kernels did."""
     from deepinfer.bench.kernelreport import kernel_table
     from deepinfer.bench.kernels import read_record
     from deepinfer.bench.steps import read_step, step_table
 
     with suppress(ConfigError):
-        return kernel_table(read_lines(file, read_record))
+        records = read_lines(file, read_record)
+        if plot is not None:
+            from deepinfer.bench.plot import draw_kernels
+
+            draw_kernels(records, plot)
+        return kernel_table(records)
+    if plot is not None:
+        raise ConfigError(f"{file} holds no records of kernels: there is nothing to draw")
     with suppress(ConfigError):
         return step_table(read_lines(file, read_step))
     return table(read(file))
@@ -350,7 +358,8 @@ def _show(file: Path) -> str:
 def run(args: argparse.Namespace) -> int:
     """Measure and print, or print what a file holds."""
     if args.form == "show":
-        print(_show(Path(args.file).expanduser()))
+        plot = None if args.plot is None else Path(args.plot).expanduser()
+        print(_show(Path(args.file).expanduser(), plot))
         return 0
     if args.form == "speculation":
         return _simulate(args)
