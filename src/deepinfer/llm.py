@@ -82,9 +82,11 @@ from deepinfer.errors import (
 )
 from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
+from deepinfer.model.fast.balanced import make_balancer
 from deepinfer.model.fast.context import ContextShare
 from deepinfer.model.fast.model import FastModel, resolve_numerics
 from deepinfer.parallel.experts import ExpertRanks, RowShape, make_exchange
+from deepinfer.parallel.live import LiveBalancer
 from deepinfer.sampling.noise import derive_seed
 from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.fingerprint import weights_digest
@@ -190,6 +192,7 @@ class LLM:
     ) -> None:
         self._loop: EngineLoop | None = None
         self._member: Membership | None = None
+        self._balancer: LiveBalancer | None = None
         if isinstance(config, EngineConfig):
             self.config = config
         elif not isinstance(config, Mapping | None):
@@ -270,6 +273,10 @@ class LLM:
         )  # fmt: skip
         return ExpertRanks(member.ranks.expert, device, exchange, parallel.copies)
 
+    def _experts(self) -> dict[str, object]:
+        """Return where experts are and what has moved, nothing where they stay."""
+        return {} if self._balancer is None else self._balancer.summary()
+
     def _available_bytes(self) -> int:
         """Return what this rank may use, the same for all ranks: the least that one has."""
         available = self.device.available_bytes()
@@ -341,6 +348,9 @@ class LLM:
         ranks = None if self._member is None else self._member.ranks
         if ranks is not None and ranks.context.size > 1:
             runner.share_prefill(ContextShare(ranks.context, config.parallel.context_exchange))
+        if ranks is not None and ranks.expert.size > 1 and config.parallel.balance_interval:
+            self._balancer = make_balancer(config.parallel, ranks, model)
+            runner.between = self._balancer.between
         self.planner = make_planner(
             config, runner, sizes.num_blocks, self.path, self.device.capability.name
         )
@@ -390,7 +400,7 @@ class LLM:
                 scheduler,
                 executor,
                 self._member,
-                Hooks(enter=self._enter, snapshot=self._snapshot),
+                Hooks(enter=self._enter, snapshot=self._snapshot, experts=self._experts),
                 num_drafts=config.speculation.num_drafts,
                 placement=config.parallel.placement,
                 overlap=self.overlaps,

@@ -46,10 +46,12 @@ class Hooks:
 
     enter     hand a placed request to this rank's own scheduler
     snapshot  a request of this rank as a State
+    experts   what has moved on this rank
     """
 
     enter: Callable[[Request, State | None], None]
     snapshot: Callable[[int], State]
+    experts: Callable[[], dict[str, object]]
 
 
 @dataclass(slots=True)
@@ -471,6 +473,8 @@ class GroupLoop(EngineLoop):
                 return self._hooks.snapshot(*args)
             if what == "collectives":
                 return self.ranks.counts()
+            if what == "experts":
+                return self._hooks.experts()
         except Exception as error:
             return error
         return UnsupportedError(f"ranks know no question {what!r}")
@@ -521,8 +525,7 @@ def _bare(plan: StepPlan | None) -> StepPlan | None:
     if plan is None:
         return None
     admissions = tuple(
-        replace(each, params=replace(each.params, logits_processors=()))
-        for each in plan.admissions
+        replace(each, params=replace(each.params, logits_processors=())) for each in plan.admissions
     )
     return replace(plan, admissions=admissions, needs_masks=False)
 

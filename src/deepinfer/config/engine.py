@@ -335,6 +335,19 @@ class ParallelConfig(_Group):
     copies: int = field(
         default=0, metadata=_about("experts of a layer held twice, rounded up to whole ranks", 0)
     )
+    balance_interval: int = field(
+        default=2000,
+        metadata=_about("decode steps between two plans of where experts are; 0 = they stay", 0),
+    )
+    balance_window: int = field(
+        default=128, metadata=_about("decode steps that such a plan is made from", 4, 4096)
+    )
+    balance_horizon: int = field(
+        default=2000, metadata=_about("decode steps within which moving experts must pay", 1)
+    )
+    balance_spare: int = field(
+        default=1, metadata=_about("experts that a rank has spare memory for while they move", 1)
+    )
     backend: Literal["auto", "exact", "fixed", "gathered", "symm", "deepep"] = field(
         default="auto", metadata=_about("how rows travel between the ranks of `expert`")
     )

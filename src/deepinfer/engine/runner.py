@@ -80,6 +80,9 @@ class Runner:
     find_bad_weight  asked once, when logits are not finite: names a weight that is not, or returns
                      None
     replay           what the decoder half does about the positions below a row's `floor`
+
+    between          called before every step that ranks take together, with whether the step before
+                     was a decode step
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class Runner:
         replay: ReplayMode = "off",
     ) -> None:
         self._follows = False
+        self.between: Callable[[bool], None] | None = None
+        self._was_decode = False
         self.replay: ReplayMode = replay
         self.model = model
         self.caches = caches
@@ -125,6 +130,9 @@ class Runner:
         with torch.inference_mode():
             self._prepare_caches(plan)
             if plan.together is not None:
+                if self.between is not None:
+                    self.between(self._was_decode)
+                self._was_decode = plan.kind is StepKind.DECODE
                 self.model.begin(plan.together.rows)
             batch = self._batches.build(plan, self.state) if plan.rows else None
             if batch is None or batch.inputs is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -28,6 +28,7 @@ class Ranks:
     context, expert, engram
                      data of the axes: over NCCL on GPUs, used by the device queue's thread
     store            what all processes reach; keys of this module begin with the group's name
+    more             groups that parts of the engine have added
     """
 
     mesh: Mesh
@@ -40,6 +41,7 @@ class Ranks:
     context: Group
     expert: Group
     engram: Group
+    more: list[Group] = field(default_factory=list)
 
     @classmethod
     def connect(
@@ -69,6 +71,15 @@ class Ranks:
             engram=group("engram", mesh.engram_group(rank), True),
         )
 
+    def add(
+        self, name: str, members: Sequence[int], timeout_s: float, on_device: bool = False
+    ) -> Group:
+        """Meet the members for a group of their own, which ends with the others."""
+        device = self.device if on_device else None
+        group = Group.connect(name, members, self.rank, self.store, timeout_s, device)
+        self.more.append(group)
+        return group
+
     @property
     def groups(self) -> tuple[Group, ...]:
         """Every group."""
@@ -79,6 +90,7 @@ class Ranks:
             self.context,
             self.expert,
             self.engram,
+            *self.more,
         )
 
     @property
