@@ -162,7 +162,11 @@ struct Kernel {
       }
       previous_kernel_wait();
     }
-    Ring ring;
+    // Tokens are complete, and told so, LAG stages later: so long their copies may take.
+    constexpr int LAG = STAGES > 4 ? 2 : 1;
+    static_assert(STAGES >= LAG + 3, "the consumers hold two stages");
+    int pending = 0;
+    Ring ring, told;
     for (int tile = start; tile < total; tile += stride) {
       const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
       const unsigned char* w = weights_of(a, p);
@@ -181,9 +185,21 @@ struct Kernel {
           for (int atom = 0; atom < ATOMS; ++atom)
             copy16(at + atom * (TOKENS * 128), from + atom * 128);
         }
-        copies_arrive(bar);
+        copies_commit();
         ring.next();
+        if (++pending > LAG) {
+          copies_wait<LAG>();
+          shared_to_products();
+          barrier_arrive(full + 8 * told.stage);
+          told.next();
+        }
       }
+    }
+    copies_wait<0>();
+    shared_to_products();
+    for (pending = min(pending, LAG); pending > 0; --pending) {
+      barrier_arrive(full + 8 * told.stage);
+      told.next();
     }
   }
 
@@ -262,7 +278,6 @@ struct Kernel {
 
   static __device__ Stage enter(Ring& ring, u32 tokens, u32 weights, u32 full, u32 empty) {
     barrier_wait(full + 8 * ring.stage, ring.parity);
-    shared_to_products();
     const Stage s = {tokens + ring.stage * TOKEN_BYTES, weights + ring.stage * WEIGHT_BYTES,
                      empty + 8 * ring.stage};
     ring.next();
@@ -288,13 +303,16 @@ struct Kernel {
     }
     group_commit();
     if constexpr (UNIT + 1 < UNITS) {
-      decode(block_of(stage.weights, (UNIT + 1) / TILES, (UNIT + 1) % TILES), pair_bytes, then);
+      // A branch that is always taken: the assembler moves products behind decoding within a block.
+      if (pair_bytes)
+        decode(block_of(stage.weights, (UNIT + 1) / TILES, (UNIT + 1) % TILES), pair_bytes, then);
     } else {
       if (more) {
         stage = enter(ring, tokens, weights, full, empty);
         decode(block_of(stage.weights, 0, 0), pair_bytes, then);
       }
     }
+    keep_in_place(then);
     group_wait();
     if constexpr (FP8 && PROMOTE) {
       keep_in_place(sums.part);
@@ -315,7 +333,7 @@ struct Kernel {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.done[m][i] = 0.f;
     u32 even[16], odd[16];
-    const u32 pair_bytes = FORMAT == FP4_AS_BF16 ? load4(full - 16) : 0;
+    const u32 pair_bytes = load4(full - 16);
     const int steps = share_of(a, cluster_rank() + 1) - share_of(a, cluster_rank());
     Stage stage = enter(ring, tokens, weights, full, empty);
     decode(block_of(stage.weights, 0, 0), pair_bytes, even);
@@ -453,12 +471,12 @@ struct Kernel {
       }
     }
     __syncthreads();
+    next_kernel_may_start();
     const int total = DENSE ? (a.rows + TOKENS - 1) / TOKENS * (a.outputs / HEIGHT) * a.experts
                             : first[a.experts] * (a.outputs / HEIGHT);
     if (threadIdx.x < 128) {
       fewer_registers<PRODUCER_REGS>();
       produce(a, first, total, address(tokens), address(weights), full, empty);
-      next_kernel_may_start();
     } else {
       more_registers<CONSUMER_REGS>();
       Ring ring;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -99,7 +100,8 @@ def dense(
     most, tokens, height, resident = _DENSE[chosen]
     tiles = weight.outputs // height * -(-rows // tokens)
     slots = resident * _programs(x.device)
-    split = split or (_split(tiles, weight.inputs // 64, slots) if most <= 1024 else 1)
+    if not split:
+        split = _split(tiles, weight.inputs // 64, _held(chosen, x.device)) if most <= 1024 else 1
     blocks = tiles * split if split > 1 else min(tiles, slots)
     nvcc.call(
         nvcc.load(SOURCE), chosen, x.device,
@@ -110,10 +112,18 @@ def dense(
     return out
 
 
-def _split(tiles: int, blocks: int, slots: int) -> int:
+@cache
+def _held(name: str, device: torch.device) -> tuple[int, ...]:
+    """How many clusters of 1..8 programs of a schedule the device runs at once."""
+    with torch.cuda.device(device):
+        function = nvcc.load(SOURCE)[f"{name}_held"]
+        return tuple(function(ctypes.c_longlong(size)) for size in range(1, 9))
+
+
+def _split(tiles: int, blocks: int, held: tuple[int, ...]) -> int:
     """Return how many programs share a tile's K: few full rounds, at least 5 blocks each."""
 
     def cost(split: int) -> float:
-        return -(-tiles * split // slots) / split + 0.02 * split
+        return -(-tiles // max(1, held[split - 1])) / split + 0.01 * split
 
     return min((s for s in range(1, 9) if s == 1 or blocks // s >= 5), key=cost)

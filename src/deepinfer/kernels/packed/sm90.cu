@@ -11,10 +11,10 @@
                       long long cluster, void* stream) {                                            \
     Args a = {static_cast<const unsigned char*>(x),                                                 \
               static_cast<const float*>(token_scale),                                               \
-              static_cast<const long long*>(source),                                                      \
+              static_cast<const long long*>(source),                                                \
               static_cast<const unsigned char*>(weight),                                            \
               static_cast<const float*>(row_scale),                                                 \
-              static_cast<const long long*>(offsets),                                                     \
+              static_cast<const long long*>(offsets),                                               \
               static_cast<unsigned short*>(out),                                                    \
               static_cast<int>(experts),                                                            \
               static_cast<int>(outputs),                                                            \
@@ -24,13 +24,9 @@
               static_cast<int>(part_bytes),                                                         \
               static_cast<int>(out_row)};                                                           \
     return launch<Kernel<__VA_ARGS__>>(a, blocks, cluster, stream);                                 \
+  }                                                                                                 \
+  extern "C" int name##_held(long long cluster) {                                                   \
+    return clusters_held<Kernel<__VA_ARGS__>>(cluster);                                             \
   }
 
 #include "schedules.cuh"
-
-extern "C" int dense_32_held(long long cluster) {
-  return clusters_held<Kernel<FP8_AS_BF16, 2, 1, 32, 1, 8, false, true, 2>>(cluster);
-}
-extern "C" int dense_192_held(long long cluster) {
-  return clusters_held<Kernel<FP8_AS_BF16, 2, 1, 192, 1, 6, false, true>>(cluster);
-}
