@@ -180,6 +180,23 @@ def hyper_expand(h: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return post.double()[:, :, None] * y.double()[:, None] + mixed
 
 
+def hyper_site(
+    h: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    weights: Any,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, ...]:
+    streams = hyper_expand(h, y, post, comb).to(h.dtype)
+    collapsed = hyper_collapse(streams, pre).to(h.dtype)
+    mix = hyper_mix(streams, weights.fn, weights.scale, weights.base, norm_eps, hc_eps, iters)
+    return streams.double(), rms_norm(collapsed, weights.norm, norm_eps), *mix
+
+
 def compress(kv: Tensor, gate: Tensor, ratio: int) -> Tensor:
     weights = torch.softmax(gate.double().unflatten(0, (-1, ratio)), 1)
     return (weights * kv.double().unflatten(0, (-1, ratio))).sum(1)
@@ -347,8 +364,8 @@ TWINS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         rms_norm, cos_sin, rotate_tail, round_trip, fp8_linear, dense_linear, grouped_linear,
-        expert_linear, swiglu, route, hyper_mix, hyper_collapse, hyper_expand, compress,
-        index_score, paged_index_score, select_topk, select_blocks, block_mask, sparse_attention,
-        paged_attention, cache_load, engram_hash, engram_lookup, engram_gate,
+        expert_linear, swiglu, route, hyper_mix, hyper_collapse, hyper_expand, hyper_site,
+        compress, index_score, paged_index_score, select_topk, select_blocks, block_mask,
+        sparse_attention, paged_attention, cache_load, engram_hash, engram_lookup, engram_gate,
     )
 }  # fmt: skip

@@ -9,8 +9,10 @@ import torch
 from tests.model.pair import MODES, Bench, Pair
 
 from deepinfer.kernels.decode_rows import lay_out_plain
+from deepinfer.model.fast.block import sites_of
 from deepinfer.model.fast.device_rows import device_inputs, layout_form
 from deepinfer.model.fast.inputs import SequenceRows, build_inputs
+from deepinfer.model.fast.model import FastModel
 from deepinfer.model.reference import Numerics
 
 PairOf = Callable[[str, Numerics], Pair]
@@ -41,12 +43,25 @@ def step_rows(bench: Bench, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
     return slots.contiguous(), places.contiguous()
 
 
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[FastModel], None]:
+    """Makes a model run its hyper-connections site by site, as on a card."""
+
+    def fuse(model: FastModel) -> None:
+        sites = [sites_of(block, model.numerics.dtype) for block in model.blocks]
+        monkeypatch.setattr(model, "_fused", True)
+        monkeypatch.setattr(model, "_sites", sites)
+
+    return fuse
+
+
 @pytest.mark.parametrize("name", ["alpha", "beta"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_from_slot_state_has_the_bits_of_the_reference(
-    name: str, mode: Numerics, pair_of: PairOf
+    name: str, mode: Numerics, pair_of: PairOf, fused: Callable[[FastModel], None]
 ) -> None:
     pair = pair_of(name, mode)
+    fused(pair.fast)
     bench = Bench(pair.fast, len(LENGTHS), 320, 32, fill=0xFF)
     bench.feed([(i, pair.ids[:n]) for i, n in enumerate(LENGTHS)])
     bench.caches.slots[0] = 0  # what padding reads is finite

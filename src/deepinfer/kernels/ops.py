@@ -19,6 +19,7 @@ from deepinfer.kernels import (
     engram,
     expert_linear,
     hyper,
+    hyper_site,
     index_score,
     linear,
     paged_attention,
@@ -52,6 +53,7 @@ _PUBLIC: Final[Mapping[str, Callable[..., object]]] = {
     "hyper_mix": hyper.hyper_mix,
     "hyper_collapse": hyper.hyper_collapse,
     "hyper_expand": hyper.hyper_expand,
+    "hyper_site": hyper_site.hyper_site,
     "compress": compress.compress,
     "index_score": index_score.index_score,
     "paged_index_score": paged_index.paged_index_score,
@@ -89,6 +91,7 @@ class Ops:
     hyper_mix: Callable[..., tuple[Tensor, Tensor, Tensor]]
     hyper_collapse: Op
     hyper_expand: Op
+    hyper_site: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
     compress: Op
     index_score: Op
     paged_index_score: Op

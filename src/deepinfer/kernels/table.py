@@ -66,6 +66,7 @@ _OWN: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "hyper_mix": _portable("hyper", _NUMPY),
     "hyper_collapse": _portable("hyper", _NUMPY),
     "hyper_expand": _portable("hyper"),
+    "hyper_site": _portable("hyper_site"),
     "compress": _portable("compress"),
     "index_score": _portable("index_score", _NUMPY),
     "paged_index_score": _portable("paged_index"),

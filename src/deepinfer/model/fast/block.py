@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.hyper_site import SiteWeights
+from deepinfer.kernels.ops import Ops
 from deepinfer.model.fast.moe import moe
 from deepinfer.model.fast.step import Pass
 from deepinfer.model.fast.weights import BlockWeights, HyperWeights
 
-__all__ = ["run_block", "start_streams"]
+__all__ = ["Open", "Sites", "begin", "run_block", "run_open", "sites_of", "start_streams"]
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Streams of which a sublayer's output is still to become part.
+
+    stream [T, M, C], pre [T, M] the mix for what follows; out [T, C] with post [T, M] and comb
+    [T, M, M]; None = nothing is open
+    """
+
+    stream: Tensor
+    pre: Tensor
+    out: Tensor | None = None
+    post: Tensor | None = None
+    comb: Tensor | None = None
+
+    def close(self, ops: Ops) -> Open:
+        """Write the output into the streams."""
+        if self.out is None:
+            return self
+        stream = ops.hyper_expand(self.stream, self.out, self.post, self.comb)
+        return Open(stream, self.pre)
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """The parameters of a block's two sublayers as a hyper-connection site takes them."""
+
+    attn: SiteWeights
+    ffn: SiteWeights
+
+
+def sites_of(block: BlockWeights, dtype: torch.dtype) -> Sites:
+    """Return a block's sites; norms in the type of activations, in which they are exact."""
+    attn, ffn = block.hc_attn, block.hc_ffn
+    return Sites(
+        SiteWeights(attn.fn, attn.scale, attn.base, block.attn_norm.to(dtype)),
+        SiteWeights(ffn.fn, ffn.scale, ffn.base, block.ffn_norm.to(dtype)),
+    )
 
 
 def start_streams(
@@ -54,6 +96,49 @@ def run_block(
     step.note("stream_out", stream)
     step.note("pre_mix", ffn_pre)
     return stream, ffn_pre
+
+
+def run_open(
+    step: Pass,
+    block: BlockWeights,
+    sites: Sites,
+    before: Open,
+    attend: Callable[[Tensor], Tensor],
+    num_active: int,
+) -> Open:
+    """As `run_block`, with one op where a sublayer ends and the next begins.
+
+    What the block's experts return stays open, for the next block or `Open.close`. Nothing is
+    traced.
+    """
+    x, attn = begin(step, sites.attn, before)
+    out = attend(x)
+    x, ffn = begin(step, sites.ffn, Open(attn.stream, attn.pre, out, attn.post, attn.comb))
+    out = moe(step, block.moe, x, num_active)
+    return Open(ffn.stream, ffn.pre, out, ffn.post, ffn.comb)
+
+
+def begin(step: Pass, weights: SiteWeights, before: Open) -> tuple[Tensor, Open]:
+    """Begin a sublayer; return its normed input and, without its output yet, what it leaves."""
+    ops, config = step.ops, step.config
+    if before.out is None:
+        hyper = HyperWeights(weights.fn, weights.base, weights.scale)
+        pre, post, comb = _mix(step, hyper, before.stream)
+        x = ops.hyper_collapse(before.stream, before.pre)
+        x = ops.rms_norm(x, weights.norm, config.rms_norm_eps)
+        return x, Open(before.stream, pre, None, post, comb)
+    stream, x, pre, post, comb = ops.hyper_site(
+        before.stream,
+        before.out,
+        before.post,
+        before.comb,
+        before.pre,
+        weights,
+        config.rms_norm_eps,
+        config.hc_eps,
+        config.hc_sinkhorn_iters,
+    )
+    return x, Open(stream, pre, None, post, comb)
 
 
 def _mix(step: Pass, weights: HyperWeights, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:

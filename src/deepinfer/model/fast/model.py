@@ -22,7 +22,7 @@ from deepinfer.kernels.rope.tables import compressed_inv_freq, window_inv_freq
 from deepinfer.kernels.rows import sum_in_order
 from deepinfer.model.dspark import DraftModel
 from deepinfer.model.fast.attention import attention
-from deepinfer.model.fast.block import run_block, start_streams
+from deepinfer.model.fast.block import Open, run_block, run_open, sites_of, start_streams
 from deepinfer.model.fast.compressor import compress_step
 from deepinfer.model.fast.engram import EngramHash, add_engram
 from deepinfer.model.fast.few import FewBlock, FewRows, fits
@@ -101,6 +101,8 @@ class FastModel:
             loader.block(f"layers.{layer.layer_id}", config.n_routed_experts, layer)
             for layer in config.layers
         )
+        self._fused = ops.choices["hyper_site"].name != "reference"
+        self._sites = [sites_of(block, numerics.dtype) for block in self.blocks if self._fused]
         self._few_blocks: dict[int, FewBlock] = {}
         self._kept = _Kept()
         self.draft: DraftModel | None = None
@@ -159,9 +161,17 @@ class FastModel:
             self.embed, inputs.token_ids, config.hc_mult, self.numerics.dtype
         )
         few = self._few(step, stream, pre)
+        opened = Open(stream, pre) if self._fused and step.trace is None else None
         rows = [] if self._hash is None else self._hash.rows(step)
         taps: list[Tensor] = []
         for layer, block in zip(config.layers, self.blocks, strict=True):
+            enters = inputs.replay is not None and layer.layer_id == config.first_decoder_layer
+            tapped = layer.layer_id in config.dspark_target_layer_ids
+            tapped = tapped and (self.draft is not None or step.trace is not None)
+            if opened is not None:
+                if enters or tapped or layer.engram_idx is not None:
+                    opened = opened.close(ops)
+                stream, pre = opened.stream, opened.pre
             if inputs.replay is not None and layer.layer_id == config.first_decoder_layer:
                 entered = self._enter_decoder(step, inputs.replay, block, stream, pre)
                 if entered is None:
@@ -177,9 +187,7 @@ class FastModel:
                 if few is not None:
                     few.put(stream)
                 step.note("engram_out", stream)
-            if (self.draft or step.trace is not None) and (
-                layer.layer_id in config.dspark_target_layer_ids
-            ):
+            if tapped:
                 tap = sum_in_order(stream.float(), 1) / config.hc_mult
                 taps.append(tap.to(stream.dtype))
             if few is not None:
@@ -187,9 +195,18 @@ class FastModel:
                 stream = few.streams()
                 continue
             attend = functools.partial(attention, step, layer, block)
+            if opened is not None:
+                if opened.out is None:  # what was closed may have changed since
+                    opened = Open(stream, pre)
+                sites = self._sites[layer.layer_id]
+                opened = run_open(step, block, sites, opened, attend, config.num_experts_per_tok)
+                continue
             stream, pre = run_block(step, block, stream, pre, attend, config.num_experts_per_tok)
         if few is not None:
             pre = torch.from_numpy(few.pre)
+        if opened is not None:
+            opened = opened.close(ops)
+            stream, pre = opened.stream, opened.pre
         if self.draft is not None:
             self.draft.store(step, torch.cat(taps, dim=1))
         if trace is not None and step.trace is not None:
