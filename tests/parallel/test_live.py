@@ -1,0 +1,208 @@
+"""Moving experts between ranks that are threads: bytes follow the maps, all change at one step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import deepinfer.parallel.live as live
+from deepinfer.errors import DeepInferError
+from deepinfer.parallel.balance import (
+    LoadWindow,
+    Placement,
+    balancedness,
+    initial_placement,
+    rank_loads,
+)
+from deepinfer.parallel.comm import Group
+from deepinfer.parallel.experts import ExpertMaps, LayerExperts
+from deepinfer.parallel.live import BalancedLayer, LiveBalancer, plan_moves
+
+LAYERS, EXPERTS, EXTRA, RANKS = 3, 16, 8, 4
+CPU = torch.device("cpu")
+
+
+class Wires:
+    """Where the threads of a group meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.given: list[Any] = [None] * size
+        self.mail: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.calls: list[list[str]] = [[] for _ in range(size)]
+
+    def swap(self, place: int, value: Any) -> list[Any]:
+        self.given[place] = value
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
+
+
+class Waits:
+    def __init__(self, work: Callable[[], None] = lambda: None) -> None:
+        self.wait = work
+
+
+class ThreadGroup:
+    """As much of a Group as moving experts needs."""
+
+    def __init__(self, wires: Wires, place: int) -> None:
+        self.wires, self.place, self.size = wires, place, wires.size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.wires.calls[self.place].append("all_gather")
+        return torch.stack(self.wires.swap(self.place, x))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.wires.calls[self.place].append("all_reduce")
+        return x.copy_(torch.stack(self.wires.swap(self.place, x.clone())).sum(0))
+
+    def send(self, x: Tensor, place: int) -> Waits:
+        self.wires.mail[self.place, place].append(x)
+        return Waits()
+
+    def receive(self, x: Tensor, place: int) -> Waits:
+        def work() -> None:
+            mail = self.wires.mail[place, self.place]
+            while not mail:
+                time.sleep(0.0005)
+            x.copy_(mail.popleft())
+
+        return Waits(work)
+
+
+def content(layer: int, expert: int) -> Tensor:
+    """What the weights of an expert look like."""
+    return (torch.arange(6) * 16 + layer * EXPERTS + expert).to(torch.uint8).view(2, 3)
+
+
+class Rank:
+    """One rank: slots with weights, and a balancer."""
+
+    def __init__(self, wires: Wires, place: int, **settings: int) -> None:
+        start = initial_placement(LAYERS, EXPERTS, RANKS, EXTRA)
+        group = cast(Group, ThreadGroup(wires, place))
+        self.layers: list[BalancedLayer] = []
+        self.sums: list[Tensor] = []
+        for number in range(LAYERS):
+            maps = ExpertMaps.of(start, number, place, CPU)
+            counts = torch.zeros(EXPERTS, dtype=torch.int64)
+            experts = LayerExperts(maps, cast(Any, None), counts)
+            codes = torch.stack([content(number, e) for e in maps.local_experts])
+            scale = codes.float()[:, :1] + 0.5
+            sums = codes.sum((1, 2))
+
+            def derived(slot: int, codes: Tensor = codes, sums: Tensor = sums) -> None:
+                sums[slot] = codes[slot].sum()
+
+            self.sums.append(sums)
+            self.layers.append(BalancedLayer(experts, (codes, scale), derived))
+        self.balancer = LiveBalancer(self.layers, group, group, **settings)
+
+    def check(self) -> None:
+        """Every slot holds what the maps say, and the maps are those of the placement."""
+        placement = self.balancer.placements[0]
+        for number, layer in enumerate(self.layers):
+            maps = layer.experts.maps
+            assert maps.phy2log.tolist() == placement.slots[number].tolist()
+            assert maps.copies.tolist() == placement.counts[number].tolist()
+            for slot, expert in enumerate(maps.local_experts):
+                assert torch.equal(layer.parts[0][slot], content(number, expert))
+                assert torch.equal(layer.parts[1][slot], content(number, expert)[:1].float() + 0.5)
+                assert self.sums[number][slot] == content(number, expert).sum()
+
+
+def run(
+    shares: Callable[[int], np.ndarray[Any, Any]], steps: int, **settings: int
+) -> tuple[list[Rank], Wires, list[list[str]]]:
+    """Take steps on all ranks; every fifth fills from prompts."""
+    wires = Wires(RANKS)
+    ranks = [Rank(wires, place, **settings) for place in range(RANKS)]
+    digests: list[list[str]] = [[] for _ in ranks]
+
+    def drive(place: int) -> None:
+        rank, rng = ranks[place], np.random.default_rng(place)
+        was_decode = False
+        for step in range(steps):
+            rank.balancer.between(was_decode)
+            rank.check()
+            digests[place].append(rank.balancer.placements[0].digest)
+            was_decode = step % 5 != 4
+            for layer in rank.layers:
+                drawn = rng.multinomial(200, shares(step)) if was_decode else np.full(EXPERTS, 99)
+                layer.experts.counts += torch.from_numpy(drawn)
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(drive, range(RANKS)))
+    return ranks, wires, digests
+
+
+def skewed(step: int) -> np.ndarray[Any, Any]:
+    share = np.linspace(1, 8, EXPERTS) ** 1.5
+    share = np.roll(share, 5) if step > 70 else share
+    return share / share.sum()
+
+
+@pytest.mark.parametrize("spare", [1, 3])
+def test_bytes_follow_maps_and_all_ranks_change_at_one_step(spare: int) -> None:
+    ranks, wires, digests = run(skewed, 170, window=16, interval=50, horizon=100_000, spare=spare)
+    assert all(told == digests[0] for told in digests)
+    assert all(calls == wires.calls[0] for calls in wires.calls)
+    summary = ranks[0].balancer.summary()
+    assert isinstance(summary["adopted"], int) and summary["adopted"] >= 2
+    assert ranks[0].balancer.num_moves > 10
+    loads = np.random.default_rng(9).multinomial(800, skewed(169), (8, LAYERS))
+    before = balancedness(initial_placement(LAYERS, EXPERTS, RANKS, EXTRA), loads)
+    assert balancedness(ranks[0].balancer.placements[0], loads) > before + 0.1
+
+
+def test_nothing_moves_where_it_does_not_pay() -> None:
+    even = np.full(EXPERTS, 1 / EXPERTS)
+    placed = initial_placement(LAYERS, EXPERTS, RANKS, EXTRA).digest
+    ranks, _, _ = run(skewed, 60, window=16, interval=30, horizon=2, spare=1)
+    assert ranks[0].balancer.num_plans >= 1 and ranks[0].balancer.num_moves == 0
+    assert ranks[0].balancer.placements[0].digest == placed
+    window = LoadWindow(16, LAYERS, EXPERTS)
+    for _ in range(16):
+        window.add(np.round(np.tile(even, (LAYERS, 1)) * 1600).astype(np.int64))
+    flat = initial_placement(LAYERS, EXPERTS, RANKS, 0)
+    assert plan_moves(flat, window, 100_000, 1).stages == ()
+
+
+def test_plans_that_differ_end_everything_before_a_byte_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = live.plan_moves
+    calls = iter(range(100))
+
+    def differs(now: Placement, window: LoadWindow, horizon: int, spare: int) -> live.Moves:
+        found = real(now, window, horizon, spare)
+        return found if next(calls) else live.Moves(now, (), 0.0, 0.0)
+
+    monkeypatch.setattr(live, "plan_moves", differs)
+    with pytest.raises(DeepInferError, match="planned the placement of experts differently"):
+        run(skewed, 80, window=16, interval=60, horizon=100_000)
+
+
+def test_the_better_of_two_ways_is_taken() -> None:
+    """Few moves where little has changed, many where they pay."""
+    window = LoadWindow(32, 1, EXPERTS)
+    rng = np.random.default_rng(0)
+    for _ in range(32):
+        window.add(rng.multinomial(4000, skewed(0))[None])
+    start = initial_placement(1, EXPERTS, RANKS, EXTRA)
+    short, long = (plan_moves(start, window, horizon, 1) for horizon in (40, 100_000))
+    assert sum(map(len, short.stages)) < sum(map(len, long.stages))
+    peaks = [rank_loads(p, window.loads()).max(-1).sum() for p in (start, short.after, long.after)]
+    assert peaks[0] > peaks[1] > peaks[2]
