@@ -146,6 +146,10 @@ def run(seed: int) -> list[str]:
         mine = drawn(lambda *given: twin.draw(*given, LARGEST_UNIFORM), *setting)
         if not torch.equal(mine, drawn(draw, *setting)):
             failures.append(f"draw {setting}: other tokens")
+    rows = torch.randn(5, 3001, generator=torch.Generator().manual_seed(seed)) * 9
+    rows[1, ::2] = float("-inf")
+    if not torch.allclose(twin.log_sum_exp(rows), torch.logsumexp(rows, 1, True), atol=1e-5):
+        failures.append("log_sum_exp: other values")
     twin = import_module("deepinfer.kernels.decode_rows.triton")
     for setting in LAID_OUT:
         pairs = zip(
@@ -229,6 +233,7 @@ def compile_all(archs: list[int]) -> list[str]:
         grouped(import_module("deepinfer.kernels.grouping.triton"), *setting)
     made = import_module("deepinfer.kernels.draw.triton")
     drawn(lambda *given: made.draw(*given, LARGEST_UNIFORM), *DRAWN[0])
+    made.log_sum_exp(torch.randn(2, 300))
     for setting in LAID_OUT:
         laid_out(import_module("deepinfer.kernels.decode_rows.triton").lay_out, *setting)
     assert tiles.launch is not record

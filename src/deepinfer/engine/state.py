@@ -87,7 +87,7 @@ class SlotState:
         length = self.length[slots] + accepted + 1
         self.length[slots] = length
         self.last_token[slots] = token_ids.gather(1, accepted.unsqueeze(1)).squeeze(1)
-        self.num_drafts[slots] = 0
+        self.num_drafts.index_fill_(0, slots, 0)
         places = torch.arange(token_ids.shape[1], device=token_ids.device)
         ended = (self.ends(slots, token_ids) & (places <= accepted.unsqueeze(1))).any(1)
         alive = ~(ended | (length >= self.limit[slots]) | failed)

@@ -105,6 +105,15 @@ class Sampled:
     spoilt: Tensor | None = None
 
 
+def _log_sum_exp(values: Tensor) -> Tensor:
+    """Return log(sum(exp(row))), [N, 1]; a row's bits do not depend on the others."""
+    if values.device.type == "cuda" and find_spec("triton"):
+        from deepinfer.kernels.draw import triton
+
+        return triton.log_sum_exp(values)
+    return torch.logsumexp(values, dim=-1, keepdim=True)
+
+
 def stable_topk(values: Tensor, count: int) -> Tensor:
     """Return the ids of the `count` largest values of each row, in order, ties to the lower id.
 
@@ -302,7 +311,7 @@ class Sampler:
             own = self._put(slots) if on_device is None else on_device
             raw = self._raw[own].unsqueeze(1)
             drawn_from = torch.where(raw, logits, drawn_from)
-        norm = torch.logsumexp(drawn_from, dim=-1, keepdim=True)
+        norm = _log_sum_exp(drawn_from)
         chosen = drawn_from.gather(1, token_ids.unsqueeze(1)) - norm
         logprobs = chosen.clamp_(min=LOGPROB_FLOOR).squeeze(1)
         count = min(max(p.num_top_logprobs for p in params), self._vocab_size)
@@ -351,7 +360,7 @@ class Sampler:
             if any(self._params[slot].raw_logprobs for slot in part):
                 values = torch.where(self._raw[rows.slots].unsqueeze(1), given, values)
             chosen = values.gather(1, ids[begin : begin + _SCORED_ROWS])
-            score = chosen - torch.logsumexp(values, dim=-1, keepdim=True)
+            score = chosen - _log_sum_exp(values)
             scores.append(score.clamp_(min=LOGPROB_FLOOR).squeeze(1))
         return torch.cat(scores) if scores else logits.new_zeros(0)
 

@@ -62,6 +62,38 @@ def _best(scores, tokens, out, parts, BP: tl.constexpr):
     tl.store(out + row, tl.min(tl.where(score == top, token, 2147483647), 0).to(tl.int64))
 
 
+@triton.jit
+def _log_sum(values, out, width, row_stride, BLOCK: tl.constexpr):
+    """log(sum(exp(row))), the sum in fp64, in stretches of BLOCK."""
+    row = tl.program_id(0).to(tl.int64)
+    source = values + row * row_stride
+    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        peaks = tl.maximum(peaks, tl.load(source + column, column < width, float("-inf")))
+    peak = tl.max(peaks, 0)
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(source + column, column < width, float("-inf"))
+        sums += tl.exp(value - peak).to(tl.float64)
+    total = tl.log(tl.sum(sums, 0)) + peak.to(tl.float64)
+    tl.store(out + row, total.to(tl.float32))
+
+
+def log_sum_exp(values: Tensor) -> Tensor:
+    """Return log(sum(exp(row))) of values [N, V] fp32, [N, 1]: a row's bits are its own."""
+    values = values if values.stride(1) == 1 else values.contiguous()
+    num, width = values.shape
+    out = torch.empty(num, 1, dtype=torch.float32, device=values.device)
+    if num:
+        launch(
+            _log_sum, (num,), values, out, width, values.stride(0),
+            BLOCK=min(2048, next_power(width)),
+        )  # fmt: skip
+    return out
+
+
 def draw(
     logits: Tensor, seeds: Tensor, positions: Tensor, stream: int, largest_uniform: float
 ) -> Tensor:
