@@ -50,7 +50,6 @@ STRETCHES = (
 )  # tokens of text, then of the backbone's own continuation, in turns
 REAL, TESTED = 32, 80  # the same in held-out rows
 BALANCE = 0.05
-GREEDY_EVERY = 2  # one step in so many uses greedy rows
 KEPT_BACK = 4  # greedy batches that only the confidence head learns from
 CLIP = 3.0  # largest norm of the gradient, in usual norms
 CATEGORIES = ("natural", "json", "wordnet", "json_chat", "tool_chat", "needle")
@@ -501,6 +500,13 @@ def main() -> None:
     )
     parser.add_argument("--greedy-batches", type=int, default=64)
     parser.add_argument("--text-batches", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=7000, help="of the choice of rows")
+    parser.add_argument(
+        "--greedy-share", type=float, default=0.5, help="share of the steps on greedy rows"
+    )
+    parser.add_argument(
+        "--gather", type=float, default=0.36, help="share of --seconds after which no more greedy rows are written"
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--anchors", type=int, default=256)
@@ -545,7 +551,7 @@ def main() -> None:
     torch.manual_seed(0)
     greedy, text = Pool(1), Pool(2)
     aside: list[tuple[tuple[Tensor, Tensor, Tensor], list[np.ndarray], int]] = []
-    source = batches(corpus, args.length, args.batch, 0.4, 0.15, 7000, 0)
+    source = batches(corpus, args.length, args.batch, 0.4, 0.15, args.seed, 0)
     plans = [
         (regular_starts(args.batch, args.length, *plan, device), plan[1]) for plan in STRETCHES
     ]
@@ -563,7 +569,7 @@ def main() -> None:
                 greedy.add(writer, ids, stretch_anchors(ids.cpu().numpy(), columns, count, k))
             if number in (0, 1, KEPT_BACK, args.greedy_batches - 1):
                 report(greedy_batches=number + 1)
-            if args.seconds and greedy.rows and time.time() - began > 0.36 * args.seconds:
+            if args.seconds and greedy.rows and time.time() - began > args.gather * args.seconds:
                 report(greedy_batches=number + 1, stopped=True)
                 break
         everywhere = [np.arange(args.length - k - 1)] * args.batch
@@ -595,7 +601,7 @@ def main() -> None:
     good = {n: v.detach().clone() for n, v in params.items()}
     step, factor, captures, skipped, mark = 0, 1.0, 0, 0, time.time()
     while step < args.steps:
-        from_greedy = step % GREEDY_EVERY == 1
+        from_greedy = int((step + 1) * args.greedy_share) > int(step * args.greedy_share)
         batch = (greedy if from_greedy else text).draw(args.anchors)
         if run is None:
             trainer.lr.zero_()

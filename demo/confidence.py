@@ -1,15 +1,14 @@
-"""Refine trained draft blocks on continuations as the engine writes them, on a CPU.
+"""Fit the confidence head and its temperatures on continuations as the engine writes them, on a CPU.
 
-`gather` continues prompts cut from the training documents greedily through the fast path and keeps what the draft blocks see; `tune`
-trains on these at a small rate, every continuation seen a few times only, and fits the confidence head on a part
-that it leaves out. On rows seen too often drafts learn their targets by heart: this closes part of the gap.
+`gather` continues prompts cut from the training documents greedily through the fast path and keeps what the draft blocks see; `fit`
+drafts after every token of these, solves the logistic regression of the head on one half of the prompts and chooses a
+temperature for every draft on the other. Held-out text takes no part.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,8 @@ from deepinfer.bench.evaldata import Document
 from deepinfer.bench.evalmodel import EvalModel
 from deepinfer.bench.evaluate import cut
 from deepinfer.config.engine import EngineConfig
-from demo.draft import Drafter, Trials, fit_confidence
+from demo.draft import Drafter, Trials, calibration_error, fit_confidence, fit_temperatures
 from demo.model import Backbone
-from demo.optim import Optimizer
 from demo.rows import EOS_ID
 from demo.tokens import CATEGORIES
 from demo.train import load_inputs, load_parts, save_parts
@@ -34,7 +32,6 @@ PROMPT, CONTINUED = 257, 96
 KEPT_FROM = 190  # first position whose features are kept: the window before the last of the prompt
 GENERATED = ("json", "json_chat", "tool_chat")
 TOGETHER = 64
-LOOK_EVERY = 250
 
 
 def natural_prompts(work: Path, tokenizer: Any, seed: int) -> dict[str, list[list[int]]]:
@@ -133,129 +130,64 @@ class Continuations:
         self.ids = torch.full((len(rows), length + 1), EOS_ID)
         self.taps = torch.zeros(len(rows), length, rows[0]["taps"].shape[1], dtype=torch.bfloat16)
         self.hidden = torch.zeros(len(rows), length, rows[0]["hidden"].shape[1], dtype=torch.bfloat16)  # fmt: skip
-        self.anchors = []
         for i, r in enumerate(rows):
             n = len(r["taps"])
             self.ids[i, : n + 1], self.taps[i, :n], self.hidden[i, :n] = r["ids"], r["taps"], r["hidden"]  # fmt: skip
-            # From the last anchor a whole block lies inside the continuation.
-            self.anchors.append(np.arange(int(r["start"]), n - k))
         self.start = [int(r["start"]) for r in rows]
-
-    def batch(self, chosen: np.ndarray, anchors: int, rng: np.random.Generator) -> tuple[Tensor, ...]:  # fmt: skip
-        """Return (ids, taps, hidden, anchors [B,A]) of some rows."""
-        at = np.stack([rng.choice(self.anchors[i], anchors) for i in chosen])
-        rows = torch.from_numpy(chosen)
-        return self.ids[rows], self.taps[rows], self.hidden[rows], torch.from_numpy(at)
 
 
 def main() -> None:
-    """Gather, or tune."""
+    """Gather, or fit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=("gather", "tune"))
+    parser.add_argument("stage", choices=("gather", "fit"))
     parser.add_argument("--work", type=Path, default=Path(".carry"))
     parser.add_argument("--state", type=Path, default=Path(".carry/state"), help="with drafts")
     parser.add_argument("--rows", type=Path, default=Path(".carry/continuations"))
-    parser.add_argument("--out", type=Path, default=Path(".carry/state"))
     parser.add_argument("--model", type=Path, default=Path("src/deepinfer/data/demo"))
-    parser.add_argument("--prompts", type=int, default=4000)
-    parser.add_argument("--seconds", type=float, default=1800)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--anchors", type=int, default=24)
-    parser.add_argument("--kept-back", type=int, default=448)
-    parser.add_argument("--muon-lr", type=float, default=0.002)
-    parser.add_argument("--adam-lr", type=float, default=2e-4)
+    parser.add_argument("--prompts", type=int, default=832)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    began = time.time()
-    if args.stage == "gather":
-        args.rows.mkdir(parents=True, exist_ok=True)
-        model = EvalModel(args.model, EngineConfig())
-        prompts = mixed(args.work, model.tokenizer, args.seed)
-        for number in range(args.prompts // TOGETHER):
-            part = [p for p, _ in zip(prompts, range(TOGETHER), strict=False)]
-            target = args.rows / f"rows-{args.seed}-{number:03}.pt"
-            torch.save(gather(model, part), target.with_suffix(".tmp"))
-            target.with_suffix(".tmp").rename(target)
-            print(f"{target.name} {time.time() - began:.0f} s", flush=True)
-            if time.time() - began > args.seconds:
-                break
+    if args.stage == "fit":
+        fit(args.work, args.state, args.rows)
         return
-    tune(args, began)
+    args.rows.mkdir(parents=True, exist_ok=True)
+    model = EvalModel(args.model, EngineConfig())
+    prompts = mixed(args.work, model.tokenizer, args.seed)
+    for number in range(args.prompts // TOGETHER):
+        part = [p for p, _ in zip(prompts, range(TOGETHER), strict=False)]
+        torch.save(gather(model, part), args.rows / f"rows-{args.seed}-{number:03}.pt")
 
 
-def tune(args: argparse.Namespace, began: float) -> None:
-    """Train on gathered rows for `args.seconds`, then fit the confidence head."""
-    shape, constants, *_ = load_inputs(args.work)
+def fit(work: Path, state: Path, rows: Path) -> None:
+    """Write the confidence head into the drafts of `state`, and `temperatures.json` beside them."""
+    shape, constants, *_ = load_inputs(work)
     k, last = shape.dspark_block_size, shape.num_nextn_predict_layers - 1
-    confidence = f"mtp.{last}.confidence_head.proj.weight"
-    state = load_parts(args.state, "backbone")
-    frozen = {n: state[n].float().requires_grad_() for n in ("embed.weight", "head.weight")}
-    params = {
-        n: v.float().requires_grad_(not n.endswith(("gate.bias", confidence)))
-        for n, v in load_parts(args.state, "drafts").items()
-    }
-    drafter = Drafter(shape, Backbone(shape, constants, 512, torch.device("cpu"), False, False), False)  # fmt: skip
-    decay = torch.tensor([0.8**i for i in range(k)])
-    optimizer = Optimizer(params, shape.o_groups, args.muon_lr, args.adam_lr, weight_decay=0.1)
-    rng = np.random.default_rng(args.seed)
-    names = [n for n, p in params.items() if p.requires_grad]
-    loaded: list[dict[str, Tensor]] = []
-    used: set[str] = set()
-
-    def look() -> None:
-        for path in sorted(args.rows.glob("rows-*.pt")):
-            if path.name not in used:
-                used.add(path.name)
-                rows = torch.load(path, weights_only=True)
-                loaded.extend(r for r in rows if int(r["start"]) + k < len(r["taps"]))
-
-    look()
-    aside = Continuations(loaded[: args.kept_back], k)
-    fresh = Continuations(loaded[args.kept_back :], k)
-
-    def kept_back() -> Trials:
-        trials = Trials(k)
+    backbone, params = load_parts(state, "backbone"), load_parts(state, "drafts")
+    frozen = {n: backbone[n].float() for n in ("embed.weight", "head.weight")}
+    params = {n: v.float() for n, v in params.items()}
+    model = Backbone(shape, constants, 512, torch.device("cpu"), False, False)
+    drafter = Drafter(shape, model, False)
+    halves = (Trials(k), Trials(k))
+    for number, path in enumerate(sorted(rows.glob("rows-*.pt"))):
+        loaded = torch.load(path, weights_only=True)
+        part = Continuations([r for r in loaded if int(r["start"]) + k < len(r["taps"])], k)
+        starts = [np.array([s]) for s in part.start]
         with torch.no_grad():
-            for first in range(0, len(aside.ids), 32):
-                part = slice(first, first + 32)
-                rows = (aside.ids[part], aside.taps[part], aside.hidden[part])
-                starts = [np.array([s]) for s in aside.start[part]]
-                trials.add(drafter, params, frozen, rows, starts, CONTINUED, CONTINUED)
-        return trials
-
-    print(json.dumps({"rows": len(fresh.ids), "before": kept_back().summary()}), flush=True)
-    step, ring, order = 0, [], np.zeros(0, np.int64)
-    args.out.mkdir(parents=True, exist_ok=True)
-    start = time.time()
-    while (spent := (time.time() - start) / args.seconds) < 1:
-        if len(order) < args.batch:
-            look()
-            if len(loaded) - args.kept_back > len(fresh.ids):
-                fresh = Continuations(loaded[args.kept_back :], k)
-            order = rng.permutation(len(fresh.ids))
-        chosen, order = order[: args.batch], order[args.batch :]
-        ids, taps, hidden, anchors = fresh.batch(chosen, args.anchors, rng)
-        for p in params.values():
-            p.grad = None
-        stats = drafter.step(params, frozen, decay, ids, taps, hidden, anchors)
-        if bool(stats[0].isfinite()):
-            grads = {n: params[n].grad for n in names}
-            optimizer.step(min(1.0, (step + 1) / 100) * (1 - spent), grads)
-        ring.append(stats[: 1 + 2 * k])
-        step += 1
-        if step % LOOK_EVERY == 0:
-            e = torch.stack(ring).mean(0)
-            rates = (e[1 : 1 + k] / e[1 + k :].clamp_min(1)).tolist()
-            print(json.dumps({"step": step, "rows": len(fresh.ids), "loss": float(e[0]), "rates": [round(r, 3) for r in rates],
-                              "kept_back": round(kept_back().summary()["mean_accepted_length"], 4), "seconds": round(time.time() - began)}), flush=True)  # fmt: skip
-            ring = []
-            save_parts(params, args.out, "drafts")
-    trials = kept_back()
-    print(json.dumps({"step": step, "after": trials.summary()}), flush=True)
-    weights = fit_confidence(*trials.joined())
-    with torch.no_grad():
-        params[confidence].copy_(weights[None].bfloat16().float())
-    save_parts(params, args.out, "drafts")
+            inputs = (part.ids, part.taps, part.hidden)
+            halves[number % 2].add(drafter, params, frozen, inputs, starts, CONTINUED, CONTINUED)
+    weights = fit_confidence(*halves[0].joined()).bfloat16().float()
+    params[f"mtp.{last}.confidence_head.proj.weight"] = weights[None]
+    pairs = []
+    features, match, reached = halves[1].joined()
+    logit = features @ weights
+    for i in range(k):
+        kept = reached[:, i] > 0
+        pairs.append(np.stack([t[kept].numpy() for t in (logit[:, i], match[:, i])]))
+    before = [round(calibration_error(p[0], p[1], 1.0), 4) for p in pairs]
+    fitted, errors = fit_temperatures(pairs)
+    print(json.dumps({"trials": halves[1].summary(), "error_before": before, "temperatures": fitted, "error_after": errors}))  # fmt: skip
+    save_parts(params, state, "drafts")
+    (state / "temperatures.json").write_text(json.dumps(fitted))
 
 
 if __name__ == "__main__":
