@@ -111,15 +111,15 @@ class Watch:
             self._thread.join(timeout=5.0)
 
     def last_step(self, rank: int) -> str:
-        """Say what a rank was doing when it last told."""
-        told = self._seen.get(rank)
-        if told is None:
-            return "it had not begun"
-        phase, step, kind, _ = json.loads(told[0])
-        if phase == "start":
-            return "it was starting"
-        where = "in" if phase == "step" else "after"
-        return f"it was {where} step {step} ({kind})" if step else "it had not begun a step"
+        """Say what a rank was doing when it last told, or this one was: steps have one number."""
+        phase, step, kind = self._now
+        if rank in self._seen:
+            told, at, of, _ = json.loads(self._seen[rank][0])
+            if at > step:
+                phase, step, kind = told, at, of
+        if not step:
+            return "it had not begun a step"
+        return f"it was {'in' if phase == 'step' else 'after'} step {step} ({kind})"
 
     def _run(self) -> None:
         next_beat = 0.0
