@@ -20,6 +20,8 @@ from deepinfer.kernels import grouping, tiles
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
 from deepinfer.kernels.decode_rows import LayoutForm, lay_out_plain
+from deepinfer.kernels.expert_linear.reference import swiglu
+from deepinfer.kernels.quantize import act8_values
 from deepinfer.kernels.table import TABLE
 from deepinfer.sampling.noise import LARGEST_UNIFORM
 from deepinfer.sampling.sampler import draw
@@ -121,6 +123,29 @@ def drawn(function, rows: int, width: int, stream: int) -> Tensor:
     return function(logits, seeds, positions, stream)
 
 
+def token_problem(rows: int, width: int, seed: int) -> str | None:
+    """Whether tokens of packed products are those of the ops one after the other."""
+    twin = import_module("deepinfer.kernels.packed.triton")
+    generator = torch.Generator().manual_seed(seed)
+    gate_up = (torch.randn(rows, 2 * width, generator=generator) * 3).bfloat16()
+    weight, offsets = torch.rand(rows, generator=generator), torch.tensor([0, 1, rows - 1])
+    want = act8_values(swiglu(*gate_up.chunk(2, 1), 10.0, weight))[:-1]
+    mine = twin.gate_tokens(gate_up, weight, offsets, 10.0, True, False)[0][:-1]
+    if not torch.equal(mine.float(), want):
+        return "gate_tokens: other values"
+    gated = twin.gate_tokens(gate_up, weight, offsets, 10.0, True, True)
+    folded = (gated, twin.fold_tokens(gate_up))
+    for (codes, scale), exact in zip(folded, (want, act8_values(gate_up)), strict=True):
+        codes, scale = codes[: len(exact)], scale[: len(exact), None]
+        back = codes.view(torch.float8_e4m3fn).float() * scale
+        normal = exact.abs() >= scale / 64
+        if not torch.equal(back[normal], exact[normal]):
+            return "folded tokens: other values"
+        if (back - exact).abs().gt(scale * 2.0**-9).any():
+            return "folded tokens: small values too far off"
+    return None
+
+
 DRAWN = [(5, 288, 0), (3, 5001, 1), (9, 10, 0)]
 LAID_OUT = [((1, 2), 7, 9), ((2,), 0, 0), ((), 0, 3)]
 GROUPED = [
@@ -141,6 +166,7 @@ def run(seed: int) -> list[str]:
         pairs = zip(grouped(twin, *setting), grouped(grouping, *setting), strict=True)
         if not all(torch.equal(mine, want) for mine, want in pairs):
             failures.append(f"grouping {setting}: other values")
+    failures += [text for text in (token_problem(4, w, seed) for w in (32, 2080)) if text]
     twin = import_module("deepinfer.kernels.draw.triton")
     for setting in DRAWN:
         mine = drawn(lambda *given: twin.draw(*given, LARGEST_UNIFORM), *setting)
@@ -214,7 +240,7 @@ def compile_all(archs: list[int]) -> list[str]:
 
     # On a card bf16 products run as such: compile that, though this process has no card.
     modules = {line.module.partition(".")[0] for lines in TABLE.values() for line in lines}
-    for module in modules | {"grouping", "decode_rows", "draw"}:
+    for module in modules | {"grouping", "decode_rows", "draw", "packed"}:
         try:
             kernels = import_module(f"deepinfer.kernels.{module}.triton")
         except ModuleNotFoundError:
@@ -236,6 +262,11 @@ def compile_all(archs: list[int]) -> list[str]:
     made.log_sum_exp(torch.randn(2, 300))
     for setting in LAID_OUT:
         laid_out(import_module("deepinfer.kernels.decode_rows.triton").lay_out, *setting)
+    made = import_module("deepinfer.kernels.packed.triton")
+    made.fold_tokens(torch.zeros(4, 64, dtype=torch.bfloat16))
+    for fold in (False, True):
+        rows = torch.zeros(4, 64, dtype=torch.bfloat16)
+        made.gate_tokens(rows, torch.ones(4), torch.tensor([0, 4]), 10.0, True, fold)
     assert tiles.launch is not record
     print(len(seen), "kernels", flush=True)
     return failures

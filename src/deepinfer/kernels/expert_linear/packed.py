@@ -30,7 +30,7 @@ def experts(
     quantize  round the gated values with ACT8
     """
     fold = w1_w3.decoded is Decoded.FP4_E4M3
-    tokens, scale = fold_tokens(x, False) if fold else (x, None)
+    tokens, scale = fold_tokens(x) if fold else (x, None)
     gate_up = multiply(tokens, w1_w3, offsets, token_scale=scale, source=rows)
     fold = w2.decoded is Decoded.FP4_E4M3
     hidden, scale = gate_tokens(gate_up, weight, offsets, limit, quantize, fold)

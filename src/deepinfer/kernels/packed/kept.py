@@ -1,0 +1,61 @@
+"""Packed copies of stored weights, made at a weight's first use and kept as long as it lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+
+from deepinfer.errors import UnsupportedError
+from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, pack_fp8
+
+__all__ = ["kept_fp4", "kept_fp8", "repack_fp4"]
+
+_kept: dict[tuple[int, Decoded], Packed | None] = {}
+
+
+def kept_fp4(codes: Tensor, scale: Tensor, decoded: Decoded) -> Packed | None:
+    """Return the packed form of MXFP4 matrices [E, N, K/2], None where there is none.
+
+    There is none for small sizes, and none as `decoded` where scales lie too far apart.
+    """
+    fits = accepts(codes.shape[1], 2 * codes.shape[2])
+    return _find(codes, decoded, fits, lambda: pack_fp4(codes, scale, decoded))
+
+
+def kept_fp8(codes: Tensor, scale: Tensor) -> Packed | None:
+    """Return the packed form of an e4m3 matrix [N, K], None for sizes that have none."""
+    return _find(codes, Decoded.FP8_BF16, accepts(*codes.shape), lambda: pack_fp8(codes, scale))
+
+
+def repack_fp4(codes: Tensor, scale: Tensor, expert: int) -> None:
+    """Bring the packed forms of a matrix up to date after one expert's values have changed.
+
+    A form that the new values do not allow is given up: products take another way from then on.
+    """
+    for key, packed in list(_kept.items()):
+        if key[0] != id(codes) or packed is None:
+            continue
+        one = slice(expert, expert + 1)
+        try:
+            fresh = pack_fp4(codes[one], scale[one], packed.decoded)
+        except UnsupportedError:
+            _kept[key] = None
+            continue
+        packed.data[one].copy_(fresh.data)
+        packed.row_scale[one].copy_(fresh.row_scale)
+
+
+def _find(codes: Tensor, decoded: Decoded, fits: bool, make: Callable[[], Packed]) -> Packed | None:
+    key = (id(codes), decoded)
+    if key not in _kept:
+        packed = None
+        if fits:
+            try:
+                packed = make()
+            except UnsupportedError:
+                packed = None
+        _kept[key] = packed
+        weakref.finalize(codes, _kept.pop, key, None)
+    return _kept[key]
