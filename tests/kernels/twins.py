@@ -99,6 +99,14 @@ def fp4_matrix(weight: Any, expert: int) -> Tensor:
     return values * 2.0 ** (weight.scale[expert].double()[:, columns] - 127)
 
 
+def latent_entry(
+    both: Tensor, q_norm: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    rank = q_norm.shape[0]
+    entry = rms_norm(both[:, rank:], kv_norm, eps).to(both.dtype)
+    return rms_norm(both[:, :rank], q_norm, eps), rotate_tail(entry, cos, sin, False)
+
+
 def fp8_linear(x: Tensor, weight: Any, quantize: bool) -> Tensor:
     return (round_trip(x, "act8") if quantize else x.double()) @ fp8_matrix(weight).T
 
@@ -363,9 +371,10 @@ def engram_gate(x: Tensor, kv: Tensor, qk_weight: Tensor, eps: float) -> Tensor:
 TWINS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        rms_norm, cos_sin, rotate_tail, round_trip, fp8_linear, dense_linear, grouped_linear,
-        expert_linear, swiglu, route, hyper_mix, hyper_collapse, hyper_expand, hyper_site,
-        compress, index_score, paged_index_score, select_topk, select_blocks, block_mask,
-        sparse_attention, paged_attention, cache_load, engram_hash, engram_lookup, engram_gate,
+        rms_norm, cos_sin, rotate_tail, latent_entry, round_trip, fp8_linear, dense_linear,
+        grouped_linear, expert_linear, swiglu, route, hyper_mix, hyper_collapse, hyper_expand,
+        hyper_site, compress, index_score, paged_index_score, select_topk, select_blocks,
+        block_mask, sparse_attention, paged_attention, cache_load, engram_hash, engram_lookup,
+        engram_gate,
     )
 }  # fmt: skip

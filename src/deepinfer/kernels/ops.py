@@ -21,6 +21,7 @@ from deepinfer.kernels import (
     hyper,
     hyper_site,
     index_score,
+    latent,
     linear,
     paged_attention,
     paged_index,
@@ -43,6 +44,7 @@ _PUBLIC: Final[Mapping[str, Callable[..., object]]] = {
     "rms_norm": rms_norm.rms_norm,
     "cos_sin": rope.cos_sin,
     "rotate_tail": rope.rotate_tail,
+    "latent_entry": latent.latent_entry,
     "round_trip": quantize.round_trip,
     "fp8_linear": linear.fp8_linear,
     "dense_linear": linear.dense_linear,
@@ -81,6 +83,7 @@ class Ops:
     rms_norm: Op
     cos_sin: Callable[..., tuple[Tensor, Tensor]]
     rotate_tail: Op
+    latent_entry: Callable[..., tuple[Tensor, Tensor]]
     round_trip: Op
     fp8_linear: Op
     dense_linear: Op

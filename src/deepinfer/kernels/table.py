@@ -56,6 +56,7 @@ _OWN: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "rms_norm": _portable("rms_norm"),
     "cos_sin": _portable("rope"),
     "rotate_tail": _portable("rope"),
+    "latent_entry": _portable("latent"),
     "round_trip": _portable("quantize", "rounding by table"),
     "fp8_linear": _portable("linear", _BUFFERS),
     "dense_linear": _portable("linear", _BUFFERS),

@@ -33,10 +33,14 @@ def project(
     """
     ops, config, quantize = step.ops, step.config, step.numerics.quantize
     both = ops.fp8_linear(x, weights.wq_a_wkv, quantize)
-    latent = ops.rms_norm(both[:, : config.q_lora_rank], weights.q_norm, config.rms_norm_eps)
+    if ops.choices["latent_entry"].name != "reference":
+        norms = weights.q_norm, weights.kv_norm
+        latent, kv = ops.latent_entry(both, *norms, *rotation, config.rms_norm_eps)
+    else:
+        latent = ops.rms_norm(both[:, : config.q_lora_rank], weights.q_norm, config.rms_norm_eps)
+        kv = _entries(step, weights, both[:, config.q_lora_rank :], rotation)
     q = ops.fp8_linear(latent, weights.wq_b, quantize)
     q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
-    kv = _entries(step, weights, both[:, config.q_lora_rank :], rotation)
     return latent, ops.rotate_tail(q, *rotation), kv
 
 
