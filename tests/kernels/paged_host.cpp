@@ -5,20 +5,19 @@ namespace {
 
 template <int SHARES>
 void run(const CUtensorMap& map, const Params& p, int grid) {
-  for (int first = 0; first < grid; first += SHARES) {
-    host::peers.clear();
-    for (int rank = 0; rank < SHARES; ++rank) {
-      host::barriers.clear();
-      host::consumers = {};
-      host::launch(1, THREADS, SMEM, [&] {
-        host::block_id.x = first + rank;
-        host::grid_size.x = grid;
-        walk<SHARES>(&map, p, 0);
-      });
-      host::peers.emplace_back(host::shared_memory(), host::shared_memory() + SMEM);
-    }
-    for (int rank = 0; SHARES > 1 && rank < SHARES; ++rank)
-      host::launch(1, THREADS, SMEM, [&] { combine<SHARES>(p, 0, rank, first / SHARES); });
+  for (int first = 0; first < grid; first += SHARES) {  // a cluster at a time
+    host::barriers.clear();
+    host::adders.clear();
+    host::launch_together(SHARES, THREADS, SMEM, [&] {
+      const int rank = static_cast<int>(&host::block() - host::blocks.data());
+      host::block().id.x = first + rank;
+      host::grid_size.x = grid;
+      walk<SHARES>(&map, p, 0);
+      if (SHARES > 1) {
+        cluster_sync();
+        combine<SHARES>(p, 0, rank, first / SHARES);
+      }
+    });
   }
 }
 
@@ -35,6 +34,7 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
                           main_slots, window_entries, window_block, main_entries, main_block, scale);
   if (shares == 1) run<1>(map, p, rows < processors ? rows : processors);
   if (shares == 2) run<2>(map, p, 2 * rows);
+  if (shares == 3) run<3>(map, p, 3 * rows);
   if (shares == 4) run<4>(map, p, 4 * rows);
   return 0;
 }

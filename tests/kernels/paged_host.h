@@ -29,12 +29,12 @@ struct Barrier {
     ++progress;
   }
 };
-inline std::map<uint32_t, Barrier> barriers;
-inline Gate consumers;
-inline std::vector<std::vector<unsigned char>> peers;  // shared memory of a cluster's blocks
+inline std::map<std::pair<Block*, uint32_t>, Barrier> barriers;
+inline std::map<Block*, Gate> adders;
+inline Gate cluster;
 
 inline Barrier& barrier(uint32_t at) {
-  const auto found = barriers.find(at);
+  const auto found = barriers.find({&block(), at});
   if (found == barriers.end()) std::abort();
   return found->second;
 }
@@ -55,7 +55,7 @@ inline const unsigned char* element(uint64_t d, int n, int k, bool along_n) {
 }
 template <int N>
 void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int add, bool along_n) {
-  const int l = current % 128;
+  const int l = thread() % 128;
   for (int half = 0; half < 2; ++half) {
     const int row = l / 32 * 16 + l % 32 / 4 + 8 * half;
     float x[16];
@@ -72,7 +72,7 @@ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int add, bool along_n) 
 }  // namespace host
 
 inline void init_barrier(uint32_t bar, int count) {
-  host::barriers[bar] = host::Barrier{count, count, 0, 0};
+  host::barriers[{&host::block(), bar}] = host::Barrier{count, count, 0, 0};
 }
 inline void arrive(uint32_t bar) {
   auto& b = host::barrier(bar);
@@ -117,6 +117,7 @@ inline uint2 load64(uint32_t at) { return {load32(at), load32(at + 4)}; }
 inline uint32_t load8(uint32_t at) { return *host::at(at); }
 inline float loadf(uint32_t at) { return __uint_as_float(load32(at)); }
 inline void store32(uint32_t at, uint32_t x) { std::memcpy(host::at(at), &x, 4); }
+inline void store8(uint32_t at, uint32_t x) { *host::at(at) = static_cast<unsigned char>(x); }
 inline void storef(uint32_t at, float x) { store32(at, __float_as_uint(x)); }
 inline void storef2(uint32_t at, float x, float y) { storef(at, x), storef(at + 4, y); }
 inline void store128(uint32_t at, const uint32_t (&x)[4]) { std::memcpy(host::at(at), x, 16); }
@@ -130,7 +131,7 @@ inline uint32_t product(uint32_t a, uint32_t b) {
 }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline uint32_t pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
-inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t s) { return pick(a, b, s); }
+inline uint32_t bytes(uint32_t a, uint32_t b, uint32_t s) { return pick(a, b, s); }
 template <typename T>
 T __ldg(const T* p) {
   return *p;
@@ -145,18 +146,23 @@ void hold(float (&)[N]) {}
 inline void score_product(float (&s)[32], uint64_t a, uint64_t b, int add) {
   host::multiply<64>(s, a, b, add, false);
 }
-inline void value_product(float (&o)[64], uint64_t a, uint64_t b) {
-  host::multiply<128>(o, a, b, 1, true);
+inline void value_product(float (&o)[64], uint64_t a, uint64_t b, int add) {
+  host::multiply<128>(o, a, b, add, true);
 }
-inline void consumers_sync() { host::wait(host::consumers, 256); }
+inline void adders_sync() { host::wait(host::adders[&host::block()], 256); }
 template <int N>
 void registers_down() {}
 template <int N>
 void registers_up() {}
+inline void cluster_sync() {
+  host::wait(host::cluster, static_cast<int>(host::fibers.size()));
+}
 inline uint32_t peer(uint32_t at, int rank) { return at + (static_cast<uint32_t>(rank) << 24); }
 inline float peer_float(uint32_t at) {
+  const auto& shared = host::blocks[at >> 24].shared;
+  const auto base = reinterpret_cast<uintptr_t>(shared.data());
   float x;
-  std::memcpy(&x, host::peers[at >> 24].data() + (at & 0xFFFFFF), 4);
+  std::memcpy(&x, shared.data() + (1024 - base % 1024) % 1024 + (at & 0xFFFFFF), 4);
   return x;
 }
 inline float4 peer_float4(uint32_t at) {

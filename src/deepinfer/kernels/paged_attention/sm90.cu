@@ -1,10 +1,11 @@
 // Sparse attention over packed cache entries, SM90a.
 //
 // One CTA takes a row of 64 heads x 512 dims (or a share of its slots: a cluster then takes the row)
-// and walks its slots in tiles of 64. Four producer warps bring packed entries into a ring by bulk
-// copies, decode them to bf16 and put them into one of two key buffers. Two consumer groups own the
-// tiles in turns: the owner multiplies queries by keys, takes the softmax and hands the weights over;
-// both then add the weighted entries to their half of the dims.
+// and walks its slots in tiles of 64. Its warps have roles:
+//   8 decode   bring packed entries into rings of their own and turn them into bf16, in one of two
+//              key buffers
+//   4 score    multiply queries by keys and turn scores into weights
+//   4 + 4 add  the weighted entries, each group half of the dims
 //
 // Decoded entries carry a common factor 2^-8, which the scale of the scores and the last division
 // take back; with it, a 4-bit entry times its scale is one product of bf16 values, and exact.
@@ -17,20 +18,24 @@
 
 namespace {
 
-#ifndef PRODUCERS
-#define PRODUCERS 8
-#endif
-constexpr int HEADS = 64, DIM = 512, TILE = 64, THREADS = 256 + 32 * PRODUCERS;
+constexpr int HEADS = 64, DIM = 512, TILE = 64;
+constexpr int DECODERS = 8, SCORERS = 4, ADDERS = 8;  // warps
+constexpr int THREADS = 32 * (DECODERS + SCORERS + ADDERS);
+constexpr int DECODE_REGISTERS = 40, SCORE_REGISTERS = 64, ADD_REGISTERS = 168;
 constexpr int MAIN_BYTES = 288, WINDOW_BYTES = 528;
-constexpr int STEPS = TILE / 2 / PRODUCERS;  // of a producer warp in a tile, 2 keys a step
-constexpr int UNIT = 2 * MAIN_BYTES, UNITS = 40 / PRODUCERS;  // raw ring of a producer warp
+constexpr int STEPS = TILE / 2 / DECODERS;  // of a decoder in a tile, two keys a step
+constexpr int SLOT = 2 * MAIN_BYTES, SLOTS = STEPS;  // raw ring of a decoder: a tile of main entries,
+                                                     // or two steps of window entries
 
 constexpr uint32_t Q_AT = 0, K_AT = 65536, KEYS = 65536, P_AT = K_AT + 2 * KEYS;
-constexpr uint32_t RAW_AT = P_AT + 8192, MISC_AT = RAW_AT + PRODUCERS * UNITS * UNIT;
-constexpr uint32_t Q_FULL = MISC_AT, P_FULL = MISC_AT + 8, K_FULL = MISC_AT + 16;
-constexpr uint32_t K_EMPTY = MISC_AT + 32;  // by buffer and half of its keys
-constexpr uint32_t RAW_FULL = MISC_AT + 64, VALID = MISC_AT + 384;
-constexpr uint32_t PEAK = MISC_AT + 512, TOTAL = MISC_AT + 1024, SMEM = MISC_AT + 2048;
+constexpr uint32_t RAW_AT = P_AT + 8192, MISC_AT = RAW_AT + DECODERS * SLOTS * SLOT;
+constexpr uint32_t Q_FULL = MISC_AT, Q_EMPTY = MISC_AT + 8, P_FULL = MISC_AT + 16;
+constexpr uint32_t K_FULL = MISC_AT + 24;
+constexpr uint32_t K_EMPTY = MISC_AT + 40;  // by buffer and half of its keys
+constexpr uint32_t VALID = MISC_AT + 80;    // by buffer and decoder, a byte each
+constexpr uint32_t RAW_FULL = MISC_AT + 128;                        // by decoder and slot
+constexpr uint32_t FADE = MISC_AT + 512, INVERSE = MISC_AT + 1024;  // of two tiles, two rows
+constexpr uint32_t PEAK = MISC_AT + 1536, TOTAL = MISC_AT + 1792, SMEM = MISC_AT + 2048;
 static_assert(SMEM <= 232448, "shared memory");
 
 struct Params {
@@ -62,14 +67,15 @@ DEVICE uint32_t main_scale(uint32_t byte) {
 DEVICE uint32_t window_scale(uint32_t byte) { return product(byte * 0x00800080u, TWO_M8); }
 
 // Eight e2m1 codes, the first lowest -> values * scale * 2^-8; scale comes from main_scale.
+// A code's two halves look up the bytes of a bf16, whose bits are value * 2^-126.
 DEVICE void decode_main(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
-    uint32_t x = codes, t = ((x >> 4) ^ x) & 0x00F000F0u;
-    x = x ^ t ^ (t << 4);
-    x = __byte_perm(x, 0, 0x3120);  // now codes 0 2 4 6 1 3 5 7
+    const uint32_t low = codes & 0x33333333u, high = (codes >> 2) & 0x33333333u;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        uint32_t code = (x >> (4 * j)) & 0x000F000Fu;
-        out[j] = product((code * 0x1040u) & 0x81C081C0u, scale);  // the bits are value * 2^-126
+    for (int j = 0; j < 2; j++) {
+        const uint32_t lows = bytes(0xC0804000u, 0, low >> (16 * j));
+        const uint32_t highs = bytes(0x81800100u, 0, high >> (16 * j));
+        out[2 * j] = product(bytes(lows, highs, 0x5140), scale);
+        out[2 * j + 1] = product(bytes(lows, highs, 0x7362), scale);
     }
 }
 
@@ -77,7 +83,7 @@ DEVICE void decode_main(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
 DEVICE void decode_window(uint2 codes, uint32_t scale, uint32_t (&out)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        uint32_t x = __byte_perm(j < 2 ? codes.x : codes.y, 0, j % 2 ? 0x3424 : 0x1404);
+        uint32_t x = bytes(j < 2 ? codes.x : codes.y, 0, j % 2 ? 0x3424 : 0x1404);
         x = (x & 0x80008000u) | ((x >> 4) & 0x07F007F0u);  // the bits are value * 2^-120
         out[j] = product(product(x, TWO_120), scale);
     }
@@ -139,208 +145,129 @@ DEVICE const uint8_t* address_of(const Params& p, bool main, int entry) {
     return p.window + block * p.window_block + offset * WINDOW_BYTES;
 }
 
-template <int SHARES>
-DEVICE void produce(const Params& p, uint32_t smem, int warp, int lane) {
-    const Walk w = walk_of<SHARES>(p);
-    const uint32_t raw = smem + RAW_AT + warp * UNITS * UNIT;
-    const uint32_t full = smem + RAW_FULL + warp * UNITS * 8;
-    // Lane 2 i + j copies key j of step i.
-    const int key = 2 * PRODUCERS * (lane / 2) + 2 * warp + lane % 2;
-
-    // Copies run ahead of decoding by as much as the ring holds.
-    int row = w.row, tile = w.rank, step = 0, left = w.count;  // the next copy
-    uint32_t issued = 0, taken = 0, head = 0, tail = 0, parities = 0;
-    int ahead = lane < 2 * STEPS ? entry_of(p, w, row, tile, key) : -1;  // of the tile after
-    const uint8_t* source = nullptr;
-    bool main = false;
-    auto start = [&] {
-        main = tile >= w.window_tiles;
-        source = address_of(p, main, ahead);
-        int next = left > 1 ? tile + SHARES : w.rank;
-        int next_row = left > 1 ? row : row + w.row_step;
-        if (lane < 2 * STEPS) ahead = entry_of(p, w, next_row, next, key);
-    };
-    auto issue = [&] {
-        while (row < w.rows) {
-            const uint32_t need = main ? 1 : 2, skip = need == 2 && head == UNITS - 1;
-            if (issued + skip + need - taken > UNITS) break;
-            if (skip) head = 0;
-            int bytes = main ? MAIN_BYTES : WINDOW_BYTES;
-            if (lane == 2 * step) arrive_expect(full + head * 8, 2 * bytes);
-            __syncwarp();
-            if (lane / 2 == step)
-                bulk_copy(raw + head * UNIT + (lane % 2) * bytes, source, bytes, full + head * 8);
-            issued += skip + need;
-            head += need;
-            if (head >= UNITS) head = 0;
-            if (++step == STEPS) {
-                step = 0;
-                if (--left == 0) {
-                    left = w.count;
-                    tile = w.rank;
-                    row += w.row_step;
-                } else {
-                    tile += SHARES;
-                }
-                start();
-            }
-        }
-    };
-    start();
-    issue();
-
-    const uint32_t chunk = (warp / 4) * 8192 + (lane / 8) * 1024, place = lane % 8;
-    const int first = 2 * (warp % 4);
-    const uint32_t put0 = chunk + first * 128 + ((place ^ first) << 4);
-    const uint32_t put1 = chunk + (first + 1) * 128 + ((place ^ (first + 1)) << 4);
-    uint32_t turn = 0;
-    for (int at_row = w.row; at_row < w.rows; at_row += w.row_step) {
-        for (int n = 0, at = w.rank; n < w.count; n++, at += SHARES, turn++) {
-            const uint32_t buffer = turn & 1;
-            const bool is_main = at >= w.window_tiles;
-            int entry0 = -1, entry1 = -1;
-            if (warp == 0) {
-                entry0 = entry_of(p, w, at_row, at, lane);
-                entry1 = entry_of(p, w, at_row, at, lane + 32);
-            }
-            uint32_t keys = smem + K_AT + buffer * KEYS;
-            for (int i = 0; i < STEPS; i++, keys += PRODUCERS / 4 * 8192) {
-                if (i % (STEPS / 2) == 0)
-                    wait(smem + K_EMPTY + buffer * 16 + (i ? 8 : 0), ((turn >> 1) & 1) ^ 1);
-                const uint32_t need = is_main ? 1 : 2;
-                if (need == 2 && tail == UNITS - 1) {
-                    tail = 0;
-                    taken++;
-                }
-                wait(full + tail * 8, (parities >> tail) & 1);
-                parities ^= 1u << tail;
-                const uint32_t from = raw + tail * UNIT;
-                uint32_t v[4][4];
-                if (is_main) {
-                    uint32_t codes[4], scales[4];
-#pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        uint32_t at_key = from + (k / 2) * MAIN_BYTES;
-                        codes[k] = load32(at_key + (k % 2) * 128 + lane * 4);
-                        scales[k] = load8(at_key + 256 + (k % 2) * 16 + lane / 2);
-                    }
-#pragma unroll
-                    for (int k = 0; k < 4; k++) decode_main(codes[k], main_scale(scales[k]), v[k]);
-                } else {
-                    uint2 codes[4];
-                    uint32_t scales[4];
-#pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        uint32_t at_key = from + (k / 2) * WINDOW_BYTES;
-                        codes[k] = load64(at_key + (k % 2) * 256 + lane * 8);
-                        scales[k] = load8(at_key + 512 + (k % 2) * 8 + lane / 4);
-                    }
-#pragma unroll
-                    for (int k = 0; k < 4; k++)
-                        decode_window(codes[k], window_scale(scales[k]), v[k]);
-                }
-                store128(keys + put0, v[0]);
-                store128(keys + put0 + 4096, v[1]);
-                store128(keys + put1, v[2]);
-                store128(keys + put1 + 4096, v[3]);
-                taken += need;
-                tail += need;
-                if (tail >= UNITS) tail = 0;
-                __syncwarp();
-                issue();
-            }
-            fence_async();
-            if (warp == 0) {
-                uint32_t valid0 = __ballot_sync(~0u, entry0 >= 0);
-                uint32_t valid1 = __ballot_sync(~0u, entry1 >= 0);
-                if (lane == 0) {
-                    store32(smem + VALID + buffer * 8, valid0);
-                    store32(smem + VALID + buffer * 8 + 4, valid1);
-                }
-            }
-            __syncwarp();
-            if (lane == 0) arrive(smem + K_FULL + buffer * 8);
-        }
-    }
-}
-
-// What a consumer thread holds: rows `head` and `head + 8`, columns 2 * (lane % 4) + {0, 1} of each 8.
-struct Sums {
-    float out[2][64];  // two instructions' worth: one would need more registers than a launch grants
-    float peak[2], total[2];
+struct Place {  // a tile of a row
+    int row, t;
 };
 
-constexpr float LAZY = 8.0f;  // a maximum is raised only when weights would pass 2^8
-
-DEVICE void raise(Sums& a, float peak0, float peak1) {
-    float fade0 = exp2_fast(a.peak[0] - peak0), fade1 = exp2_fast(a.peak[1] - peak1);
-    bool same = peak0 == a.peak[0] && peak1 == a.peak[1];
-    a.peak[0] = peak0;
-    a.peak[1] = peak1;
-    if (__all_sync(~0u, same)) return;
-    a.total[0] *= fade0;
-    a.total[1] *= fade1;
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int i = 0; i < 64; i += 4) {
-            a.out[n][i] *= fade0;
-            a.out[n][i + 1] *= fade0;
-            a.out[n][i + 2] *= fade1;
-            a.out[n][i + 3] *= fade1;
-        }
-}
-
-// Give half a buffer back once all but LEFT groups of products are done.
-template <int LEFT>
-DEVICE void release(uint32_t smem, uint32_t buffer, int half, bool one) {
-    products_wait<LEFT>();
-    if (one) arrive(smem + K_EMPTY + buffer * 16 + half * 8);
-}
-
-DEVICE void add_values(Sums& a, uint32_t smem, int group, uint32_t buffer, bool one) {
-    hold(a.out[0]), hold(a.out[1]);
-    products_begin();
-    const uint64_t weights = describe(smem + P_AT, 16, 1024);
-    const uint64_t entries = describe(smem + K_AT + buffer * KEYS + group * 4096, 1024, 8192);
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-#pragma unroll
-        for (int n = 0; n < 2; n++)
-            value_product(a.out[n], weights + k * (32 >> 4),
-                          entries + k * (16384 >> 4) + n * (2048 >> 4));
-        if (k % 2) products_commit();
-    }
-    release<1>(smem, buffer, 0, one);
-    release<0>(smem, buffer, 1, one);
-    hold(a.out[0]), hold(a.out[1]);
+DEVICE Place after(const Walk& w, Place at) {
+    return at.t + 1 < w.count ? Place{at.row, at.t + 1} : Place{at.row + w.row_step, 0};
 }
 
 template <int SHARES>
-DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int group, int warp,
-                    int lane) {
+DEVICE void decode(const Params& p, uint32_t smem, int warp, int lane) {
+    const Walk w = walk_of<SHARES>(p);
+    const uint32_t raw = smem + RAW_AT + warp * SLOTS * SLOT;
+    const uint32_t full = smem + RAW_FULL + warp * SLOTS * 8;
+    // Keys 2 warp and 2 warp + 1 of every 16; a lane decodes dims 8 lane and 256 + 8 lane on.
+    const int key = 2 * DECODERS * (lane / 2) + 2 * warp + lane % 2;  // lane 2 i + j copies j of step i
+    const uint32_t chunk = (warp / 4) * 8192 + (lane / 8) * 1024, piece = lane % 8;
+    const int first = 2 * (warp % 4);
+    const uint32_t put = smem + K_AT + chunk + first * 128 + ((piece ^ first) << 4);
+
+    auto entry_at = [&](Place at) {
+        return lane < 2 * STEPS ? entry_of(p, w, at.row, w.rank + SHARES * at.t, key) : -1;
+    };
+    auto is_main = [&](Place at) { return w.rank + SHARES * at.t >= w.window_tiles; };
+    auto copy = [&](int step, const uint8_t* source, bool main) {
+        const int bytes = main ? MAIN_BYTES : WINDOW_BYTES, slot = main ? step : 2 * (step % 2);
+        if (lane == 2 * step) arrive_expect(full + slot * 8, 2 * bytes);
+        __syncwarp();
+        if (lane / 2 == step)
+            bulk_copy(raw + slot * SLOT + lane % 2 * bytes, source, bytes, full + slot * 8);
+    };
+
+    // Entries of the tile at hand, the next, and the one after that.
+    Place at{w.row, 0}, next = after(w, at);
+    int entry = entry_at(at), entry_next = entry_at(next), entry_after = entry_at(after(w, next));
+    const uint8_t* source = address_of(p, is_main(at), entry);
+    const uint8_t* source_next = address_of(p, is_main(next), entry_next);
+    if (at.row < w.rows)
+        for (int i = 0; i < (is_main(at) ? STEPS : 2); i++) copy(i, source, is_main(at));
+    uint32_t parities = 0;
+    for (uint32_t turn = 0; at.row < w.rows; turn++) {
+        const uint32_t buffer = turn & 1;
+        const bool main = is_main(at), main_next = is_main(next), more = next.row < w.rows;
+        uint32_t keys = put + buffer * KEYS;
+        for (int i = 0; i < STEPS; i++, keys += 2 * 8192) {
+            if (i % 2 == 0) wait(smem + K_EMPTY + buffer * 16 + i * 4, ((turn >> 1) & 1) ^ 1);
+            const int slot = main ? i : 2 * (i % 2);
+            wait(full + slot * 8, (parities >> slot) & 1);
+            parities ^= 1u << slot;
+            const uint32_t from = raw + slot * SLOT;
+            uint32_t v[4][4];
+            if (main) {
+                uint32_t codes[4], scales[4];
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    uint32_t at_key = from + (k / 2) * MAIN_BYTES;
+                    codes[k] = load32(at_key + (k % 2) * 128 + lane * 4);
+                    scales[k] = load8(at_key + 256 + (k % 2) * 16 + lane / 2);
+                }
+#pragma unroll
+                for (int k = 0; k < 4; k++) decode_main(codes[k], main_scale(scales[k]), v[k]);
+            } else {
+                uint2 codes[4];
+                uint32_t scales[4];
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    uint32_t at_key = from + (k / 2) * WINDOW_BYTES;
+                    codes[k] = load64(at_key + (k % 2) * 256 + lane * 8);
+                    scales[k] = load8(at_key + 512 + (k % 2) * 8 + lane / 4);
+                }
+#pragma unroll
+                for (int k = 0; k < 4; k++) decode_window(codes[k], window_scale(scales[k]), v[k]);
+            }
+            store128(keys, v[0]);
+            store128(keys + 4096, v[1]);
+            store128((keys ^ 16) + 128, v[2]);
+            store128((keys ^ 16) + 128 + 4096, v[3]);
+            __syncwarp();
+            // What the freed slot can hold comes next.
+            if (!main && i < 2) {
+                copy(i + 2, source, false);
+            } else if (more) {
+                if (main == main_next) {
+                    copy(main ? i : i - 2, source_next, main);
+                } else if (main_next) {
+                    copy(2 * i - 4, source_next, true);
+                    copy(2 * i - 3, source_next, true);
+                } else if (i % 2) {
+                    copy(i / 2, source_next, false);
+                }
+            }
+        }
+        fence_async();
+        const uint32_t valid = __ballot_sync(~0u, entry >= 0);
+        if (lane == 0) {
+            store8(smem + VALID + buffer * 8 + warp, valid);
+            arrive(smem + K_FULL + buffer * 8);
+        }
+        at = next;
+        next = after(w, next);
+        entry = entry_next;
+        entry_next = entry_after;
+        entry_after = entry_at(after(w, next));
+        source = source_next;
+        source_next = address_of(p, is_main(next), entry_next);
+    }
+}
+
+constexpr float LAZY = 8.0f;  // a maximum is raised only when weights would pass 2^8
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// A thread holds rows `head` and `head + 8`, columns 2 * (lane % 4) + {0, 1} of each 8.
+template <int SHARES>
+DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int warp, int lane) {
     const Walk w = walk_of<SHARES>(p);
     const int head = 16 * warp + lane / 4, quad = lane % 4;
-    const uint32_t lists = smem + PEAK;
     uint32_t turn = 0, row_turn = 0;
-    Sums a;
     for (int row = w.row; row < w.rows; row += w.row_step, row_turn ^= 1) {
-#pragma unroll
-        for (int i = 0; i < 128; i++) a.out[i / 64][i % 64] = 0.0f;
-        a.peak[0] = a.peak[1] = -1e30f;
-        a.total[0] = a.total[1] = 0.0f;
-        for (int t = (turn ^ group) & 1;; t += 2) {
-            const uint32_t own = turn + t, other = own - 1;
-            if (t > 0) {
-                wait(smem + P_FULL, other & 1);
-                const uint32_t list = lists + (other & 1) * 256 + head * 4;
-                raise(a, loadf(list), loadf(list + 32));
-                add_values(a, smem, group, other & 1, lane == 0);
-            }
-            if (t >= w.count) break;
-            const uint32_t buffer = own & 1;
-            if (t < 2) wait(smem + Q_FULL, row_turn);
-            wait(smem + K_FULL + buffer * 8, (own >> 1) & 1);
+        float peak0 = -1e30f, peak1 = -1e30f, total0 = 0.0f, total1 = 0.0f;
+        wait(smem + Q_FULL, row_turn);
+        for (int t = 0; t < w.count; t++, turn++) {
+            const uint32_t buffer = turn & 1;
+            const bool last = t == w.count - 1;
+            wait(smem + K_FULL + buffer * 8, (turn >> 1) & 1);
             float s[32];
             products_begin();
             {
@@ -354,41 +281,50 @@ DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int 
                                       keys + c * (1024 >> 4) + k * (32 >> 4), c + k > 0);
             }
             products_commit();
-            const uint32_t valid0 = load32(smem + VALID + buffer * 8) >> (2 * quad);
-            const uint32_t valid1 = load32(smem + VALID + buffer * 8 + 4) >> (2 * quad);
+            // Bit 2 i + b: column 16 i + 2 quad + b, and 8 more.
+            const uint32_t valid0 = load8(smem + VALID + buffer * 8 + quad);
+            const uint32_t valid1 = load8(smem + VALID + buffer * 8 + quad + 4);
             products_wait<0>();
             hold(s);
+            if (last && lane == 0) arrive(smem + Q_EMPTY);
 
-            // Scores to weights.
-            float top0 = -INFINITY, top1 = -INFINITY;
+            if (!__all_sync(~0u, (valid0 & valid1) == 255)) {
 #pragma unroll
-            for (int i = 0; i < 32; i += 4) {
-                const uint32_t bits = (i < 16 ? valid0 : valid1) >> (2 * (i % 16));
+                for (int i = 0; i < 32; i++)
+                    if (!((i % 8 < 4 ? valid0 : valid1) >> (i / 8 * 2 + i % 2) & 1)) s[i] = -INFINITY;
+            }
+            float top0 = fmaxf(s[0], s[1]), top1 = fmaxf(s[2], s[3]);
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    s[i + j] = (bits >> (j % 2)) & 1 ? s[i + j] * p.scale : -INFINITY;
+            for (int i = 4; i < 32; i += 4) {
                 top0 = fmaxf(top0, fmaxf(s[i], s[i + 1]));
                 top1 = fmaxf(top1, fmaxf(s[i + 2], s[i + 3]));
             }
             top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 1));
             top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 1));
-            top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 2));
-            top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 2));
-            const float peak0 = top0 > a.peak[0] + LAZY ? top0 : a.peak[0];
-            const float peak1 = top1 > a.peak[1] + LAZY ? top1 : a.peak[1];
+            top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 2)) * p.scale;
+            top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 2)) * p.scale;
+            const float new0 = top0 > peak0 + LAZY ? top0 : peak0;
+            const float new1 = top1 > peak1 + LAZY ? top1 : peak1;
+            const float fade0 = exp2_fast(peak0 - new0), fade1 = exp2_fast(peak1 - new1);
+            peak0 = new0;
+            peak1 = new1;
             float sum0 = 0.0f, sum1 = 0.0f;
             uint32_t weights[16];
 #pragma unroll
             for (int i = 0; i < 32; i += 4) {
-                const float x0 = exp2_fast(s[i] - peak0), x1 = exp2_fast(s[i + 1] - peak0);
-                const float y0 = exp2_fast(s[i + 2] - peak1), y1 = exp2_fast(s[i + 3] - peak1);
+                const float x0 = exp2_fast(fmaf(s[i], p.scale, -peak0));
+                const float x1 = exp2_fast(fmaf(s[i + 1], p.scale, -peak0));
+                const float y0 = exp2_fast(fmaf(s[i + 2], p.scale, -peak1));
+                const float y1 = exp2_fast(fmaf(s[i + 3], p.scale, -peak1));
                 sum0 += x0 + x1;
                 sum1 += y0 + y1;
                 weights[i / 2] = pair(x0, x1);
                 weights[i / 2 + 1] = pair(y0, y1);
             }
-            // The weights before are read by both groups before these overwrite them.
-            if (own > 0) wait(smem + K_EMPTY + (other & 1) * 16 + 8, (other >> 1) & 1);
+            total0 = total0 * fade0 + sum0;
+            total1 = total1 * fade1 + sum1;
+            // Both groups have read the weights before when they gave the keys before back.
+            if (turn > 0) wait(smem + K_EMPTY + (buffer ^ 1) * 16 + 8, ((turn - 1) >> 1) & 1);
             {
                 const uint32_t line = smem + P_AT + head * 128 + quad * 4;
 #pragma unroll
@@ -397,73 +333,118 @@ DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int 
                     store32(at, weights[2 * j]);
                     store32(at + 1024, weights[2 * j + 1]);
                 }
-                if (quad == 0) {
-                    const uint32_t list = lists + buffer * 256 + head * 4;
-                    storef(list, peak0);
-                    storef(list + 32, peak1);
+            }
+            if (quad == 0) {
+                const uint32_t at = smem + FADE + buffer * 256 + head * 4;
+                storef(at, fade0);
+                storef(at + 32, fade1);
+            }
+            if (last) {
+                total0 += __shfl_xor_sync(~0u, total0, 1);
+                total1 += __shfl_xor_sync(~0u, total1, 1);
+                total0 += __shfl_xor_sync(~0u, total0, 2);
+                total1 += __shfl_xor_sync(~0u, total1, 2);
+                if (SHARES > 1 && quad == 0) {
+                    storef(smem + PEAK + head * 4, peak0);
+                    storef(smem + PEAK + head * 4 + 32, peak1);
+                    storef(smem + TOTAL + head * 4, total0);
+                    storef(smem + TOTAL + head * 4 + 32, total1);
+                }
+                if (SHARES == 1 && quad == 0) {
+                    total0 += exp2_fast(__ldg(p.sink + head) * LOG2_E - peak0);
+                    total1 += exp2_fast(__ldg(p.sink + head + 8) * LOG2_E - peak1);
+                    const uint32_t at = smem + INVERSE + row_turn * 256 + head * 4;
+                    storef(at, 256.0f / total0);
+                    storef(at + 32, 256.0f / total1);
                 }
             }
             fence_async();
             __syncwarp();
             if (lane == 0) arrive(smem + P_FULL);
-            raise(a, peak0, peak1);
-            a.total[0] += sum0;
-            a.total[1] += sum1;
-            wait(smem + P_FULL, own & 1);
-            if (t == w.count - 1 && warp == 0 && lane == 0 && row + w.row_step < w.rows)
-                load_queries(map, row + w.row_step, smem);  // all products with these are done
-            add_values(a, smem, group, buffer, lane == 0);
-            if (t == w.count - 1) break;
+            if (last && warp == 0 && lane == 0 && row + w.row_step < w.rows) {
+                wait(smem + Q_EMPTY, row_turn);
+                load_queries(map, row + w.row_step, smem);
+            }
+            __syncwarp();
         }
-        turn += w.count;
+    }
+}
 
-        // The groups' shares of the sum come together.
+// Give half a buffer back once all but LEFT groups of products are done.
+template <int LEFT>
+DEVICE void release(uint32_t smem, uint32_t buffer, int half, bool one) {
+    products_wait<LEFT>();
+    if (one) arrive(smem + K_EMPTY + buffer * 16 + half * 8);
+}
+
+template <int SHARES>
+DEVICE void add(const Params& p, uint32_t smem, int group, int warp, int lane) {
+    const Walk w = walk_of<SHARES>(p);
+    const int head = 16 * warp + lane / 4, quad = lane % 4;
+    uint32_t turn = 0, row_turn = 0;
+    float out[2][64];  // two products' worth: one would need more registers than a launch grants
+    for (int row = w.row; row < w.rows; row += w.row_step, row_turn ^= 1) {
+        for (int t = 0; t < w.count; t++, turn++) {
+            const uint32_t buffer = turn & 1;
+            wait(smem + P_FULL, turn & 1);
+            if (t > 0) {
+                const uint32_t at = smem + FADE + buffer * 256 + head * 4;
+                const float fade0 = loadf(at), fade1 = loadf(at + 32);
+                if (!__all_sync(~0u, fade0 == 1.0f && fade1 == 1.0f)) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            a.total[i] += __shfl_xor_sync(~0u, a.total[i], 1);
-            a.total[i] += __shfl_xor_sync(~0u, a.total[i], 2);
-        }
-        const uint32_t sums = smem + TOTAL + row_turn * 512 + head * 4;
-        if (quad == 0) {
-            storef(sums + group * 256, a.total[0]);
-            storef(sums + group * 256 + 32, a.total[1]);
+                    for (int n = 0; n < 2; n++)
+#pragma unroll
+                        for (int i = 0; i < 64; i += 4) {
+                            out[n][i] *= fade0;
+                            out[n][i + 1] *= fade0;
+                            out[n][i + 2] *= fade1;
+                            out[n][i + 3] *= fade1;
+                        }
+                }
+            }
+            hold(out[0]), hold(out[1]);
+            products_begin();
+            const uint64_t weights = describe(smem + P_AT, 16, 1024);
+            const uint64_t entries = describe(smem + K_AT + buffer * KEYS + group * 4096, 1024, 8192);
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+                    value_product(out[n], weights + k * (32 >> 4),
+                                  entries + k * (16384 >> 4) + n * (2048 >> 4), t + k > 0);
+                if (k % 2) products_commit();
+            }
+            release<1>(smem, buffer, 0, lane == 0);
+            release<0>(smem, buffer, 1, lane == 0);
+            hold(out[0]), hold(out[1]);
         }
         if (SHARES == 1) {
-            consumers_sync();
-            const float log2e = 1.4426950408889634f;
-            float total0 = loadf(sums) + loadf(sums + 256);
-            float total1 = loadf(sums + 32) + loadf(sums + 256 + 32);
-            total0 += exp2_fast(__ldg(p.sink + head) * log2e - a.peak[0]);
-            total1 += exp2_fast(__ldg(p.sink + head + 8) * log2e - a.peak[1]);
-            const float r0 = 256.0f / total0, r1 = 256.0f / total1;
+            const uint32_t at = smem + INVERSE + row_turn * 256 + head * 4;
+            const float r0 = loadf(at), r1 = loadf(at + 32);
             // Lanes trade pairs so that each stores four neighbours.
             const bool odd = quad & 1;
-            uint16_t* out = p.out + ((long long)row * HEADS + head) * DIM + group * 256 +
-                            (odd ? 8 : 0) + 4 * (quad / 2);
+            uint16_t* to = p.out + ((long long)row * HEADS + head) * DIM + group * 256 +
+                           (odd ? 8 : 0) + 4 * (quad / 2);
 #pragma unroll
             for (int j = 0; j < 32; j += 2) {
-                const float* x = a.out[j / 16] + 4 * (j % 16);
+                const float* x = out[j / 16] + 4 * (j % 16);
                 uint32_t a0 = pair(x[0] * r0, x[1] * r0), a1 = pair(x[2] * r1, x[3] * r1);
                 uint32_t b0 = pair(x[4] * r0, x[5] * r0), b1 = pair(x[6] * r1, x[7] * r1);
                 uint32_t got0 = __shfl_xor_sync(~0u, odd ? a0 : b0, 1);
                 uint32_t got1 = __shfl_xor_sync(~0u, odd ? a1 : b1, 1);
-                *reinterpret_cast<uint2*>(out + 8 * j) =
+                *reinterpret_cast<uint2*>(to + 8 * j) =
                     odd ? make_uint2(got0, b0) : make_uint2(a0, got0);
-                *reinterpret_cast<uint2*>(out + 8 * j + 8 * DIM) =
+                *reinterpret_cast<uint2*>(to + 8 * j + 8 * DIM) =
                     odd ? make_uint2(got1, b1) : make_uint2(a1, got1);
             }
         } else {
             // Sums of this share, fp32, where the keys were; groups of 8 floats swizzled by head.
-            if (group == 0 && quad == 0) {
-                storef(lists + head * 4, a.peak[0]);
-                storef(lists + head * 4 + 32, a.peak[1]);
-            }
-            consumers_sync();  // no product reads the keys any more
+            adders_sync();  // no product reads the keys any more
 #pragma unroll
             for (int j = 0; j < 32; j++) {
                 const uint32_t at = smem + K_AT + head * 2048 + group * 1024 +
                                     ((j ^ (head & 7)) << 5) + quad * 8;
-                const float* x = a.out[j / 16] + 4 * (j % 16);
+                const float* x = out[j / 16] + 4 * (j % 16);
                 storef2(at, x[0], x[1]);
                 storef2(at + 8 * 2048, x[2], x[3]);
             }
@@ -471,12 +452,11 @@ DEVICE void consume(const Params& p, const CUtensorMap* map, uint32_t smem, int 
     }
 }
 
-// Each CTA of a cluster adds the shares of some heads.
+// Each CTA of a cluster adds the shares of some of the sums.
 template <int SHARES>
 DEVICE void combine(const Params& p, uint32_t smem, int rank, int row) {
-    const float log2e = 1.4426950408889634f;
-    for (int i = threadIdx.x; i < HEADS / SHARES * DIM / 4; i += THREADS) {
-        const int head = rank * (HEADS / SHARES) + i / 128, at4 = i % 128;
+    for (int i = rank * THREADS + threadIdx.x; i < HEADS * DIM / 4; i += SHARES * THREADS) {
+        const int head = i / 128, at4 = i % 128;
         float peaks[SHARES], peak = -1e30f, total = 0.0f;
 #pragma unroll
         for (int s = 0; s < SHARES; s++) {
@@ -487,8 +467,7 @@ DEVICE void combine(const Params& p, uint32_t smem, int rank, int row) {
 #pragma unroll
         for (int s = 0; s < SHARES; s++) {
             const float fade = exp2_fast(peaks[s] - peak);
-            const uint32_t sums = peer(smem + TOTAL + head * 4, s);
-            total += fade * (peer_float(sums) + peer_float(sums + 256));
+            total += fade * peer_float(peer(smem + TOTAL + head * 4, s));
             const uint32_t at = K_AT + head * 2048 + (((at4 / 2) ^ (head & 7)) << 5) + (at4 % 2) * 16;
             const float4 x = peer_float4(peer(smem + at, s));
             sum.x += fade * x.x;
@@ -496,7 +475,7 @@ DEVICE void combine(const Params& p, uint32_t smem, int rank, int row) {
             sum.z += fade * x.z;
             sum.w += fade * x.w;
         }
-        total += exp2_fast(__ldg(p.sink + head) * log2e - peak);
+        total += exp2_fast(__ldg(p.sink + head) * LOG2_E - peak);
         const float r = 256.0f / total;
         *reinterpret_cast<uint2*>(p.out + ((long long)row * HEADS + head) * DIM + at4 * 4) =
             make_uint2(pair(sum.x * r, sum.y * r), pair(sum.z * r, sum.w * r));
@@ -508,21 +487,26 @@ DEVICE void walk(const CUtensorMap* map, const Params& p, uint32_t smem) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         init_barrier(smem + Q_FULL, 1);
-        init_barrier(smem + P_FULL, 4);
-        for (int i = 0; i < 2; i++) init_barrier(smem + K_FULL + i * 8, PRODUCERS);
-        for (int i = 0; i < 4; i++) init_barrier(smem + K_EMPTY + i * 8, 8);
-        for (int i = 0; i < PRODUCERS * UNITS; i++) init_barrier(smem + RAW_FULL + i * 8, 1);
+        init_barrier(smem + Q_EMPTY, SCORERS);
+        init_barrier(smem + P_FULL, SCORERS);
+        for (int i = 0; i < 2; i++) init_barrier(smem + K_FULL + i * 8, DECODERS);
+        for (int i = 0; i < 4; i++) init_barrier(smem + K_EMPTY + i * 8, ADDERS);
+        for (int i = 0; i < DECODERS * SLOTS; i++) init_barrier(smem + RAW_FULL + i * 8, 1);
         barriers_made();
     }
     __syncthreads();
-    if (warp < PRODUCERS) {
-        registers_down<PRODUCERS == 4 ? 104 : 56>();
-        produce<SHARES>(p, smem, warp, lane);
-    } else {
-        registers_up<200>();
-        if (threadIdx.x == PRODUCERS * 32) load_queries(map, blockIdx.x / SHARES, smem);
+    if (warp < DECODERS) {
+        registers_down<DECODE_REGISTERS>();
+        decode<SHARES>(p, smem, warp, lane);
+    } else if (warp < DECODERS + SCORERS) {
+        registers_down<SCORE_REGISTERS>();
+        if (warp == DECODERS && lane == 0) load_queries(map, blockIdx.x / SHARES, smem);
         __syncwarp();
-        consume<SHARES>(p, map, smem, (warp - PRODUCERS) / 4, warp % 4, lane);
+        score<SHARES>(p, map, smem, warp - DECODERS, lane);
+    } else {
+        registers_up<ADD_REGISTERS>();
+        const int place = warp - DECODERS - SCORERS;
+        add<SHARES>(p, smem, place / 4, place % 4, lane);
     }
 }
 
@@ -573,27 +557,45 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
+// The launch of so many blocks; clusters need their attribute, which lives as long as this.
+template <int SHARES>
+struct Launch {
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute cluster[1];
+    cudaError_t ready;
+
+    Launch(int grid, cudaStream_t stream) {
+        ready = cudaFuncSetAttribute(attend<SHARES>, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM);
+        config.gridDim = dim3(grid);
+        config.blockDim = dim3(THREADS);
+        config.dynamicSmemBytes = SMEM;
+        config.stream = stream;
+        cluster[0].id = cudaLaunchAttributeClusterDimension;
+        cluster[0].val.clusterDim = {SHARES, 1, 1};
+        config.attrs = cluster;
+        config.numAttrs = SHARES > 1 ? 1 : 0;
+    }
+};
+
 template <int SHARES>
 cudaError_t start(const CUtensorMap& map, const Params& p, int grid, cudaStream_t stream) {
-    const cudaError_t ready =  // of this device
-        cudaFuncSetAttribute(attend<SHARES>, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM);
-    if (ready != cudaSuccess) return ready;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(grid);
-    config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = SMEM;
-    config.stream = stream;
-    cudaLaunchAttribute cluster[1];
-    cluster[0].id = cudaLaunchAttributeClusterDimension;
-    cluster[0].val.clusterDim = {SHARES, 1, 1};
-    config.attrs = cluster;
-    config.numAttrs = SHARES > 1 ? 1 : 0;
-    return cudaLaunchKernelEx(&config, attend<SHARES>, map, p);
+    Launch<SHARES> launch(grid, stream);
+    if (launch.ready != cudaSuccess) return launch.ready;
+    return cudaLaunchKernelEx(&launch.config, attend<SHARES>, map, p);
+}
+
+template <int SHARES>
+int fitting() {
+    Launch<SHARES> launch(SHARES, nullptr);
+    int count = 0;
+    if (launch.ready == cudaSuccess)
+        cudaOccupancyMaxActiveClusters(&count, attend<SHARES>, &launch.config);
+    return count;
 }
 
 }  // namespace
 
-// Returns a CUDA error code. Strides in bytes; `shares` CTAs take one row: 1, 2 or 4.
+// Returns a CUDA error code. Strides in bytes; `shares` CTAs take one row, 1 to 4.
 extern "C" int paged_attention(void* q, const void* window, const void* window_idx, const void* main,
                                const void* main_idx, const void* sink, void* out, long long rows,
                                long long window_slots, long long main_slots, long long window_entries,
@@ -626,8 +628,14 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
     }();
     if (shares == 1) return start<1>(map, p, p.rows < processors ? p.rows : processors, s);
     if (shares == 2) return start<2>(map, p, p.rows * 2, s);
+    if (shares == 3) return start<3>(map, p, p.rows * 3, s);
     if (shares == 4) return start<4>(map, p, p.rows * 4, s);
     return cudaErrorInvalidValue;
+}
+
+// Rows that the device takes at once with so many CTAs a row.
+extern "C" int paged_attention_rows(long long shares) {
+    return shares == 2 ? fitting<2>() : shares == 3 ? fitting<3>() : fitting<4>();
 }
 
 #endif

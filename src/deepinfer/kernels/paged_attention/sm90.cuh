@@ -91,6 +91,10 @@ DEVICE void store32(uint32_t at, uint32_t x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
+DEVICE void store8(uint32_t at, uint32_t x) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+
 DEVICE void storef(uint32_t at, float x) { store32(at, __float_as_uint(x)); }
 
 DEVICE void store128(uint32_t at, const uint32_t (&x)[4]) {
@@ -102,6 +106,12 @@ DEVICE void store128(uint32_t at, const uint32_t (&x)[4]) {
 DEVICE uint32_t product(uint32_t a, uint32_t b) {  // of two pairs of bf16
     uint32_t x;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+    return x;
+}
+
+DEVICE uint32_t bytes(uint32_t a, uint32_t b, uint32_t which) {  // four of eight
+    uint32_t x;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(which));
     return x;
 }
 
@@ -148,20 +158,21 @@ DEVICE void score_product(float (&s)[32], uint64_t a, uint64_t b, int add) {
         : "l"(a), "l"(b), "r"(add));
 }
 
-// out[64 x 128] += weights[64 x 16] * entries[16 x 128]
-DEVICE void value_product(float (&o)[64], uint64_t a, uint64_t b) {
+// out[64 x 128] (+)= weights[64 x 16] * entries[16 x 128]
+DEVICE void value_product(float (&o)[64], uint64_t a, uint64_t b, int add) {
     asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
         "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
-        "%64, %65, 1, 1, 1, 0, 1;"
+        "%64, %65, p, 1, 1, 0, 1;\n}"
         : R32(o, 0), R32(o, 32)
-        : "l"(a), "l"(b));
+        : "l"(a), "l"(b), "r"(add));
 }
 
-DEVICE void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+DEVICE void adders_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 DEVICE void barriers_made() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

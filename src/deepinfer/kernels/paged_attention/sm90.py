@@ -76,7 +76,7 @@ def attend(
     shares: int,
     source: Path = SOURCE,
 ) -> Tensor:
-    """Run the kernel with `shares` blocks of threads a row: 1, 2 or 4; each has its own bits."""
+    """Run the kernel with `shares` blocks of threads a row, 1 to 4; each has its own bits."""
     q = q.contiguous()
     out = torch.empty_like(q)
     other = main if main is not None and main_idx is not None else None
