@@ -24,6 +24,7 @@ from deepinfer.cli.common import (
     interrupt_sets_flag,
     note,
     parse_ids,
+    serves,
     tell,
 )
 from deepinfer.cli.output import visible
@@ -102,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         first = history[1:] if history and history[0].role is Role.SYSTEM else history
         history = [Message.system(args.system), *first]
     resolve_model(args.model)  # before torch is loaded, which takes a while
+    if serves(args, config):
+        return 0
     if sys.stdin is None:
         raise RequestError("stdin is closed, and messages come from there")
 

@@ -26,6 +26,7 @@ __all__ = [
     "note",
     "parse_ids",
     "positive",
+    "serves",
     "tell",
 ]
 
@@ -107,6 +108,25 @@ def engine_config(args: argparse.Namespace, **values: str) -> EngineConfig:
         return load_engine_config(toml=args.config, values=dotted, sets=args.sets)
     except ConfigError as error:
         raise UsageError(str(error)) from error
+
+
+def serves(args: argparse.Namespace, config: EngineConfig) -> bool:
+    """Where torchrun or SLURM has started this process as a rank above 0: serve rank 0's engine to
+    its end and return True. The command itself is rank 0's.
+    """
+    if config.mesh.world == 1:
+        return False
+    from deepinfer.cluster.launch import environment
+
+    found = environment()
+    if found is None or found.rank == 0:
+        return False
+    from deepinfer.llm import LLM
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends in order, and this one with it
+    with LLM(args.model, args.device, config) as llm:
+        llm.serve()
+    return True
 
 
 def parse_ids(text: str) -> list[int]:

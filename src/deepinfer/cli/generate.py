@@ -20,6 +20,7 @@ from deepinfer.cli.common import (
     engine_config,
     note,
     parse_ids,
+    serves,
 )
 from deepinfer.cli.output import Meter, print_results, speed
 from deepinfer.cli.shapes import add_shape_flags, approximations, shape_of
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     prompts = _prompts(args.prompts or [])
     resolve_model(args.model)  # before torch is loaded, which takes a while
+    if serves(args, config):
+        return 0
 
     from deepinfer.device import pick_device
     from deepinfer.llm import LLM, Interrupted

@@ -25,6 +25,7 @@ from deepinfer.cli.common import (
     interrupt_sets_flag,
     note,
     positive,
+    serves,
     tell,
 )
 from deepinfer.cli.shapes import add_shape_flags, shape_of
@@ -102,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
             if output_path.samefile(Path(args.input).expanduser()):
                 raise UsageError("--input and --output are the same file")
     folder = resolve_model(args.model)  # before torch is loaded, which takes a while
+    if serves(args, config):
+        return 0
 
     from deepinfer.jobs.output import Output
     from deepinfer.jobs.rows import Context
@@ -131,7 +134,9 @@ def run(args: argparse.Namespace) -> int:
                 thinking=thinking,
                 settings=_settings(folder, config, {**defaults, "thinking": thinking}),
             )
-            window = args.window or max(_LEAST_WINDOW, 2 * config.scheduling.max_num_seqs)
+            replicas = config.mesh.world // config.mesh.context
+            most = replicas * config.scheduling.max_num_seqs
+            window = args.window or max(_LEAST_WINDOW, 2 * most)
             options = JobOptions(
                 window=window, max_errors=args.max_errors, retries=args.retry_failed
             )
