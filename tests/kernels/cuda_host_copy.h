@@ -8,3 +8,10 @@ inline void copy4(void* to, const void* from) { std::memcpy(to, from, 4); }
 inline void copies_end() {}
 template <int N>
 void copies_wait() {}
+
+inline void barrier_begin(uint64_t*) {}
+inline void barriers_seen() {}
+inline void barrier_wait(uint64_t*, uint32_t) {}
+inline void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t*) {
+  std::memcpy(to, from, bytes);
+}

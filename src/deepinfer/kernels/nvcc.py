@@ -23,7 +23,7 @@ from torch import Tensor
 from deepinfer.config.load import cache_dir
 from deepinfer.errors import UnsupportedError
 
-__all__ = ["ARCH", "FLAGS", "available", "call", "command", "load", "pointer"]
+__all__ = ["ARCH", "FLAGS", "available", "call", "command", "load", "pointer", "processors"]
 
 ARCH: Final = "90a"
 FLAGS: Final = ("-O3", "-std=c++17", "-lineinfo")
@@ -77,6 +77,12 @@ def load(source: Path) -> ctypes.CDLL:
                 raise UnsupportedError(f"nvcc does not build {source.name}:\n{done.stderr[-4000:]}")
             target.replace(built)
     return ctypes.CDLL(str(built))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a card."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:

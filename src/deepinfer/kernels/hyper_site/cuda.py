@@ -66,11 +66,6 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return sums, squares, torch.zeros(MOST_ROWS // 32, dtype=torch.int32, device=device)
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def hyper_site(
     h: Tensor,
     y: Tensor,
@@ -93,7 +88,7 @@ def hyper_site(
     streams, x = torch.empty_like(h), torch.empty_like(y)
     new_pre, new_post, new_comb = (torch.empty_like(t) for t in (pre, post, comb))
     if num_rows:
-        cut = cut or plan(num_rows, _processors(device))
+        cut = cut or plan(num_rows, nvcc.processors(device))
         nvcc.call(
             nvcc.load(SOURCE), "hyper_site", device, h, y, weights.norm, post, comb, pre,
             weights.fn.fp32().contiguous(), weights.scale, weights.base, streams, x, new_pre,

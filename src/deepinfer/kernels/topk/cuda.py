@@ -17,8 +17,9 @@ from deepinfer.kernels.topk import triton
 __all__ = ["block_mask", "select_blocks", "select_topk"]
 
 SOURCE: Final = Path(__file__).with_name("select.cu")
-MAX_COUNT: Final = 1024  # of entries: the counts of two passes share a word
-SHARED: Final = 226 * 1024  # bytes that a block may take
+MAX_COUNT: Final = 1024
+SHARED: Final = 224 * 1024  # bytes that a block may take
+_CHUNK: Final = 512 * 16  # entries of a stage of the ring
 
 block_mask = triton.block_mask
 
@@ -39,15 +40,19 @@ def _readable(scores: Tensor, visible: Tensor) -> bool:
     )
 
 
+def _up(n: int) -> int:
+    return -(-n // 16) * 16
+
+
+def _ring_bytes(size: int) -> int:
+    return _CHUNK * size * (4 if size == 2 else 2) + 32
+
+
 def _topk_bytes(entries: int, count: int, size: int) -> int:
-    """Shared memory of `select_kernel`, to the byte (`Sizes`)."""
-
-    def up(n: int) -> int:
-        return -(-n // 16) * 16
-
-    groups = -(-entries // 16)
-    listed = up((count + count // 8 + 1) * 16 * size) + up((2 * count + 1) * 4)
-    return up(groups * size + 16) + listed + 2 * 16384
+    """Shared memory of a selection (`select_bytes`)."""
+    listed = 2 * count if count > 512 else 1024
+    keys = max(_up(-(-entries // 16) * size + 16), _up(listed * 16 * size + 16))
+    return _ring_bytes(size) + keys + listed * 4
 
 
 def accepts_topk(scores: Tensor, visible: Tensor, count: int) -> bool:
@@ -66,17 +71,18 @@ def select_topk(scores: Tensor, visible: Tensor, count: int, variant: int = 0) -
     if num_rows:
         nvcc.call(
             nvcc.load(SOURCE), "select_topk", scores.device, scores, visible, out, num_rows,
-            entries, scores.stride(0), count, scores.element_size(), variant,
+            entries, scores.stride(0), count, scores.element_size(), nvcc.processors(scores.device),
+            variant,
         )  # fmt: skip
     return out
 
 
 def accepts_blocks(scores: Tensor, visible: Tensor, num_blocks: int, block_size: int) -> bool:
-    """Whether the kernel takes a call: blocks of 16-byte pieces, all their keys in one block."""
+    """Whether the kernel takes a call: blocks of 8 or 16, whose keys fit together."""
     size = scores.element_size()
     blocks = -(-scores.shape[1] // block_size)
-    fits = blocks * (size + 0.25) + 64 <= SHARED and blocks < 1 << 16
-    return num_blocks > 0 and fits and block_size * size % 16 == 0 and _readable(scores, visible)
+    fits = _ring_bytes(size) + _up(blocks * size + 16) <= SHARED
+    return num_blocks > 0 and fits and block_size in (8, 16) and _readable(scores, visible)
 
 
 def select_blocks(scores: Tensor, visible: Tensor, num_blocks: int, block_size: int) -> Tensor:
@@ -89,5 +95,6 @@ def select_blocks(scores: Tensor, visible: Tensor, num_blocks: int, block_size: 
         nvcc.call(
             nvcc.load(SOURCE), "select_blocks", scores.device, scores, visible, out, num_rows,
             entries, scores.stride(0), num_blocks, block_size, scores.element_size(),
+            nvcc.processors(scores.device),
         )  # fmt: skip
     return out

@@ -1,19 +1,22 @@
-// Stable selection of the best entries of each row, one block of threads per row.
+// Stable selection of the best entries of each row, one block of threads per row at a time.
 //
-// 1. One pass over the row keeps the largest key of every group of 16 entries in shared memory.
-// 2. The count-th largest of these bounds the count-th largest entry from below, since that many
-//    groups hold at least one entry each that is not less. It is found by interval search.
-// 3. Only groups that reach the bound are read again: at most twice `count`, the groups equal to
-//    the bound being cut after the first `count` of them, which hold all ties that can be kept.
-// 4. The entries above the bound give the exact threshold by the same search.
-// 5. Bits of kept entries and of ties, counted from the left, give the ascending output; ties are
-//    taken from the left until the count is full.
+// 1. Rows stream through a ring in shared memory, filled by bulk copies that run ahead, into the
+//    next row too. Of every group of 16 entries the largest key stays in shared memory, of larger
+//    groups ("supers", four a thread) in registers.
+// 2. The count-th largest super bounds the count-th largest entry from below, since that many
+//    supers hold at least one entry each that is not less. It is found by interval search.
+// 3. The groups above the bound are listed in order, a few more than `count`. Should ties or
+//    neighbours make them many, the search is done again over all groups, which leaves fewer than
+//    `count` above the bound, and of those equal to it the first `count`: ties behind are not kept.
+// 4. The entries of these groups above the bound give the exact threshold by the same search.
+// 5. Kept entries and ties, counted from the left, give the ascending output; ties are taken from
+//    the left until the count is full.
 //
 // Keys are integers in the order of the values: -0 equals 0, NaN is above everything, and nothing
 // at or below the key of -inf is ever taken. No step depends on the order of arrival.
 
 #ifdef HOST_TWIN
-#include "cuda_host.h"
+#include "cuda_host_copy.h"
 #else
 #include <cuda_runtime.h>
 #define LAUNCH(kernel, grid, block, shared, stream, ...) \
@@ -37,7 +40,6 @@ template <>
 struct Format<u16> {  // bfloat16
   static constexpr int kPerVector = 8;
   static constexpr u32 kLeast = 0x007Fu;  // key of -inf
-  static constexpr u32 kFill = 0xFF80FF80u;
   __device__ static u32 key(u32 bits) {
     if ((bits & 0x7FFFu) > 0x7F80u) return 0xFFFFu;
     if (bits == 0x8000u) bits = 0;
@@ -58,7 +60,7 @@ struct Format<u16> {  // bfloat16
 #endif
   }
   __device__ static u32 top(u32 m) {  // key of the larger half
-    return max(key(m & 0xFFFFu), key(m >> 16));
+    return key(larger(m, m >> 16) & 0xFFFFu);
   }
   __device__ static u32 element(const uint4& v, int i) {
     const u32 w = i < 4 ? (i < 2 ? v.x : v.y) : (i < 6 ? v.z : v.w);
@@ -70,7 +72,6 @@ template <>
 struct Format<u32> {  // float
   static constexpr int kPerVector = 4;
   static constexpr u32 kLeast = 0x007FFFFFu;
-  static constexpr u32 kFill = 0xFF800000u;
   __device__ static u32 key(u32 bits) {
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return kFull;
     if (bits == 0x80000000u) bits = 0;
@@ -80,7 +81,9 @@ struct Format<u32> {  // float
 #ifdef HOST_TWIN
     return key(a) >= key(b) ? a : b;
 #else
-    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+    u32 r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
 #endif
   }
   __device__ static u32 top(u32 m) { return key(m); }
@@ -89,61 +92,73 @@ struct Format<u32> {  // float
   }
 };
 
-__device__ inline uint4 load_once(const uint4* p) {
-#ifdef HOST_TWIN
-  return *p;
-#else
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-#endif
+#ifndef HOST_TWIN
+__device__ inline u32 address(const void* shared) {
+  return static_cast<u32>(__cvta_generic_to_shared(shared));
 }
+__device__ inline void barrier_begin(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(barrier)) : "memory");
+}
+__device__ inline void barriers_seen() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+// A copy of a multiple of 16 bytes that completes the barrier's phase.
+__device__ inline void bulk_copy(void* to, const void* from, u32 bytes, uint64_t* barrier) {
+  const u32 at = address(barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+      "r"(address(to)), "l"(from), "r"(bytes), "r"(at) : "memory");
+}
+__device__ inline void barrier_wait(uint64_t* barrier, u32 phase) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(address(barrier)), "r"(phase) : "memory");
+  } while (!done);
+}
+#endif
 
 // What a block keeps besides its large arrays.
 struct Scratch {
   u32 counts[3][4];
-  u32 totals[2][32];
-  u32 least, most, listed, parity;
+  u32 totals[2][2][32];
+  u32 least, most, listed;
 };
 
-// Counts of a shared array's keys that reach each of three guesses, summed over the block.
-template <typename T, int THREADS>
-__device__ void count(const T* keys, int n, u32 a, u32 b, u32 c, u32* totals) {
-  u32 na = 0, nb = 0, nc = 0;
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+
+// Adds this thread's share of a shared array's keys that reach each of three guesses. The array ends
+// in zeros up to a whole word.
+template <typename T>
+__device__ void count_keys(const T* keys, int n, u32 a, u32 b, u32 c, u32& na, u32& nb,
+                           u32& nc) {
   if (sizeof(T) == 2) {
     const u32* words = reinterpret_cast<const u32*>(keys);
     const u32 ha = a << 16, hb = b << 16, hc = c << 16;
-    for (int i = threadIdx.x; i < (n + 1) / 2; i += THREADS) {
+    for (int i = threadIdx.x; i < (n + 1) / 2; i += kThreads) {
       const u32 high = words[i], low = high << 16;
       na += (high >= ha) + (low >= ha);
       nb += (high >= hb) + (low >= hb);
       nc += (high >= hc) + (low >= hc);
     }
   } else {
-    for (int i = threadIdx.x; i < n; i += THREADS) {
+    for (int i = threadIdx.x; i < n; i += kThreads) {
       const u32 key = keys[i];
       na += key >= a;
       nb += key >= b;
       nc += key >= c;
     }
   }
-  na = __reduce_add_sync(kFull, na);
-  nb = __reduce_add_sync(kFull, nb);
-  nc = __reduce_add_sync(kFull, nc);
-  if (threadIdx.x % 32 == 0) {
-    atomicAdd(totals, na);
-    atomicAdd(totals + 1, nb);
-    atomicAdd(totals + 2, nc);
-  }
 }
 
 // The threshold t in lo..hi with `above` = count(> t) < want <= count(>= t), or any t with
-// want <= above <= want + slack. Known: count(>= lo) >= want > count(> hi) = 0.
-// The array ends in zeros up to a multiple of two; lo >= 1. Ends with a barrier passed.
-template <typename T, int THREADS>
-__device__ u32 search(const T* keys, int n, u32 lo, u32 hi, u32 want, u32 slack, Scratch& s,
-                      u32& above) {
+// want <= above <= want + slack. Known: count(> hi) = 0, and count(>= lo) >= want unless lo is to be
+// the answer where no other is; lo >= 1. `count` adds a thread's share to three sums.
+template <typename Count>
+__device__ u32 search(u32 lo, u32 hi, u32 want, u32 slack, Scratch& s, u32& above, Count count) {
   if (threadIdx.x < 4) s.counts[0][threadIdx.x] = 0;
   __syncthreads();
   above = 0;
@@ -152,10 +167,19 @@ __device__ u32 search(const T* keys, int n, u32 lo, u32 hi, u32 want, u32 slack,
     const u32 a = lo + (quarter ? quarter : 1), b = lo + (span / 2 ? span / 2 : 1);
     const u32 c = hi - quarter;
     u32* totals = s.counts[turn];
-    count<T, THREADS>(keys, n, a, b, c, totals);
+    u32 na = 0, nb = 0, nc = 0;
+    count(a, b, c, na, nb, nc);
+    na = __reduce_add_sync(kFull, na);
+    nb = __reduce_add_sync(kFull, nb);
+    nc = __reduce_add_sync(kFull, nc);
+    if (threadIdx.x % 32 == 0) {
+      if (na) atomicAdd(totals, na);
+      if (nb) atomicAdd(totals + 1, nb);
+      if (nc) atomicAdd(totals + 2, nc);
+    }
     if (threadIdx.x < 4) s.counts[turn == 2 ? 0 : turn + 1][threadIdx.x] = 0;
     __syncthreads();
-    const u32 na = totals[0], nb = totals[1], nc = totals[2];
+    na = totals[0], nb = totals[1], nc = totals[2];
     if (nc >= want) {
       lo = c;
       if (nc <= want + slack) return above = nc, c - 1;
@@ -172,50 +196,65 @@ __device__ u32 search(const T* keys, int n, u32 lo, u32 hi, u32 want, u32 slack,
   return lo;
 }
 
-// Writes the places of set bits in order: all of `kept`, and the first `room` of `tied`.
-// Each thread holds PER words in a row. Carries the counts over calls; all threads call it.
-template <int THREADS, int PER, typename Write>
-__device__ void emit(const u32* kept, const u32* tied, int words, u32 room, u32& num_kept,
-                     u32& num_tied, Scratch& s, int& parity, Write write) {
-  constexpr int kWarps = THREADS / 32;
+template <typename T>
+__device__ u32 search_keys(const T* keys, int n, u32 lo, u32 hi, u32 want, u32 slack, Scratch& s,
+                           u32& above) {
+  return search(lo, hi, want, slack, s, above,
+                [&](u32 a, u32 b, u32 c, u32& na, u32& nb, u32& nc) {
+                  count_keys(keys, n, a, b, c, na, nb, nc);
+                });
+}
+
+// Sums of two values over the threads in front of this one, and over all threads.
+__device__ inline void sums_before(u32 x, u32 y, u32& before_x, u32& before_y, u32& all_x,
+                                   u32& all_y, Scratch& s, int& parity) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int base = 0; base < words; base += THREADS * PER) {
-    const int first = base + threadIdx.x * PER;
-    u32 own[PER], ties[PER], sum = 0;
+  u32 upto_x = x, upto_y = y;
 #pragma unroll
-    for (int i = 0; i < PER; ++i) {
-      own[i] = first + i < words ? kept[first + i] : 0;
-      ties[i] = first + i < words ? tied[first + i] : 0;
-      sum += __popc(own[i]) + (__popc(ties[i]) << 16);
-    }
-    u32 upto = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const u32 other = __shfl_up_sync(kFull, upto, d);
-      if (lane >= d) upto += other;
-    }
-    if (lane == 31) s.totals[parity][warp] = upto;
-    __syncthreads();
-    u32 part = lane < kWarps ? s.totals[parity][lane] : 0;
-    parity ^= 1;
-    const u32 before_warp = __reduce_add_sync(kFull, lane < warp ? part : 0);
-    const u32 all = __reduce_add_sync(kFull, part);
-    const u32 before = before_warp + upto - sum;
-    u32 place = num_kept + (before & 0xFFFFu), tie = num_tied + (before >> 16);
-#pragma unroll
-    for (int i = 0; i < PER; ++i) {
-      for (u32 bits = own[i] | ties[i]; bits; bits &= bits - 1) {
-        const int bit = __ffs(bits) - 1;
-        const bool equal = ties[i] >> bit & 1;
-        const u32 taken = min(tie, room);
-        if (!equal || tie < room) write(place + taken, (first + i) * 32 + bit);
-        tie += equal;
-        place += !equal;
+  for (int d = 1; d < 32; d *= 2) {
+    const u32 other_x = __shfl_up_sync(kFull, upto_x, d), other_y = __shfl_up_sync(kFull, upto_y, d);
+    if (lane >= d) upto_x += other_x, upto_y += other_y;
+  }
+  if (lane == 31) s.totals[parity][0][warp] = upto_x, s.totals[parity][1][warp] = upto_y;
+  __syncthreads();
+  const u32 part_x = lane < kWarps ? s.totals[parity][0][lane] : 0;
+  const u32 part_y = lane < kWarps ? s.totals[parity][1][lane] : 0;
+  parity ^= 1;
+  all_x = __reduce_add_sync(kFull, part_x), all_y = __reduce_add_sync(kFull, part_y);
+  before_x = __reduce_add_sync(kFull, lane < warp ? part_x : 0) + upto_x - x;
+  before_y = __reduce_add_sync(kFull, lane < warp ? part_y : 0) + upto_y - y;
+}
+
+// Writes the places of keys of a shared array in order: all above the threshold, and the first
+// `room` of those equal to it. Every thread takes neighbouring keys. Returns how many are written,
+// or the number of those above where that exceeds `most`: then nothing is written.
+template <typename T, typename Write>
+__device__ u32 emit_keys(const T* keys, int n, u32 threshold, u32 room, u32 most, Scratch& s,
+                         int& parity, Write write) {
+  const int each = ((n + kThreads - 1) / kThreads + 1) / 2 * 2;  // whole words
+  const int first = min(static_cast<int>(threadIdx.x) * each, n), last = min(first + each, n);
+  u32 num_above = 0, num_equal = 0;
+  for (int i = first; i < last; ++i) {
+    const u32 key = keys[i];
+    num_above += key > threshold;
+    num_equal += key == threshold;
+  }
+  if (!room) num_equal = 0;
+  u32 above, equal, all_above, all_equal;
+  sums_before(num_above, num_equal, above, equal, all_above, all_equal, s, parity);
+  if (all_above > most) return all_above;
+  if (num_above || (num_equal && equal < room)) {
+    for (int i = first; i < last; ++i) {
+      const u32 key = keys[i];
+      if (key > threshold) {
+        write(above++ + min(equal, room), i);
+      } else if (key == threshold) {
+        if (equal < room) write(above + equal, i);
+        ++equal;
       }
     }
-    num_kept += all & 0xFFFFu;
-    num_tied += all >> 16;
   }
+  return all_above + min(all_equal, room);
 }
 
 // The 16 entries of a group as keys; those at or beyond `end` are 0.
@@ -236,258 +275,321 @@ __device__ void load_group(const T* row, int group, int end, u32* keys) {
   }
 }
 
-__host__ __device__ inline int round_up(int n, int m) { return (n + m - 1) / m * m; }
+// Rows of a block one after the other, cut into chunks of 16 entries a thread. The first thread
+// asks for chunks ahead of their use; a row's last chunk may be short.
+template <typename T, int STAGES>
+struct Stream {
+  static constexpr int kEntries = kThreads * kGroup, kBytes = kEntries * sizeof(T);
+  const T* scores;
+  const int64_t* visible;
+  int64_t stride;
+  unsigned char* ring;
+  uint64_t* barriers;
+  int rows, entries;
+  int row, chunk, asked, used;  // next to ask for; chunks so far
 
-struct Sizes {  // bytes of the shared arrays, one after the other
-  int keys, list, groups, window;
-  __host__ __device__ Sizes(int entries, int count, int size, int threads) {
-    keys = round_up((entries + kGroup - 1) / kGroup * size + 16, 16);
-    list = round_up((count + count / 8 + 1) * kGroup * size, 16);
-    groups = round_up((2 * count + 1) * 4, 16);
-    window = threads * (4096 / threads) * 4;  // 131,072 bits
+  __device__ int seen(int of) const {
+    const int64_t v = visible[of];
+    return static_cast<int>(v < 0 ? 0 : v < entries ? v : entries);
   }
-  __host__ __device__ int total() const { return keys + list + groups + 2 * window; }
+  __device__ void ask() {  // one thread
+    while (row < rows && chunk * kEntries >= seen(row)) row += gridDim.x, chunk = 0;
+    if (row >= rows) return;
+    const int64_t first = static_cast<int64_t>(chunk) * kEntries;
+    const u32 bytes = min(kEntries, seen(row) - static_cast<int>(first)) * sizeof(T);
+    const int stage = asked++ % STAGES;
+    bulk_copy(ring + stage * kBytes, scores + row * stride + first, (bytes + 15) / 16 * 16,
+              barriers + stage);
+    ++chunk;
+  }
+  __device__ void begin() {
+    row = blockIdx.x, chunk = 0, asked = 0, used = 0;
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < STAGES; ++i) barrier_begin(barriers + i);
+      barriers_seen();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < STAGES; ++i) ask();
+    }
+    __syncthreads();
+  }
+  // Which of a thread's vectors comes in which place: place i holds vector i ^ turn(), so that the
+  // eight threads of a load meet all banks.
+  static constexpr int kVectors = kGroup * sizeof(T) / 16;
+  __device__ static int turn() { return threadIdx.x / (8 / kVectors) % kVectors; }
+  // The thread's 16 entries of the next chunk.
+  __device__ void next(uint4 (&data)[kVectors]) {
+    const int stage = used % STAGES;
+    barrier_wait(barriers + stage, used / STAGES & 1);
+    const uint4* own = reinterpret_cast<const uint4*>(ring + stage * kBytes) + threadIdx.x * kVectors;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) data[i] = own[i ^ turn()];
+    ++used;
+    __syncthreads();
+    if (threadIdx.x == 0) ask();
+  }
 };
 
-template <typename T, int THREADS, int LOADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS)
-select_kernel(const T* scores, const int64_t* visible, int64_t* out, int entries, int64_t stride,
-              int want) {
-  using F = Format<T>;
-  constexpr int kPer = F::kPerVector, kLanes = kGroup / kPer, kWords = 4096 / THREADS;
-  SHARED(memory);
-#ifdef HOST_TWIN
-  Scratch& s = *reinterpret_cast<Scratch*>(host_scratch());
-#else
-  __shared__ Scratch s;
-#endif
-  const Sizes sizes(entries, want, sizeof(T), THREADS);
-  T* keys = reinterpret_cast<T*>(memory);
-  T* list = reinterpret_cast<T*>(memory + sizes.keys);
-  u32* groups = reinterpret_cast<u32*>(memory + sizes.keys + sizes.list);
-  u32* kept = reinterpret_cast<u32*>(memory + sizes.keys + sizes.list + sizes.groups);
-  u32* tied = kept + sizes.window / 4;
-  const int tid = threadIdx.x, lane = tid % 32;
-  const T* row = scores + blockIdx.x * stride;
-  int64_t* target = out + static_cast<int64_t>(blockIdx.x) * want;
-  const int64_t seen = visible[blockIdx.x];
-  const int end = static_cast<int>(seen < 0 ? 0 : seen < entries ? seen : entries);
-  const int num_groups = (end + kGroup - 1) / kGroup;
+__host__ __device__ inline int up16(int n) { return (n + 15) / 16 * 16; }
+__host__ __device__ inline int most_groups(int want) { return want > 512 ? 2 * want : 1024; }
+__host__ __device__ inline int groups_of(int entries) { return (entries + kGroup - 1) / kGroup; }
 
-  if (tid == 0) s.least = kFull, s.most = 0, s.listed = 0;
-  if (tid < 4) {  // the search reads whole words
-    if (num_groups + tid < sizes.keys / static_cast<int>(sizeof(T))) keys[num_groups + tid] = 0;
-  }
-  __syncthreads();
-
-  // 1. The largest key of every group.
-  u32 least = kFull, most = 0;
-  const int vectors = (end + kPer - 1) / kPer, whole = end / kPer;
-  for (int base = 0; base < vectors; base += THREADS * LOADS) {
-    uint4 data[LOADS];
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      const int v = base + i * THREADS + tid;
-      data[i] = make_uint4(F::kFill, F::kFill, F::kFill, F::kFill);
-      if (v < whole) data[i] = load_once(reinterpret_cast<const uint4*>(row) + v);
-    }
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      const int v = base + i * THREADS + tid;
-      u32 m = F::larger(F::larger(data[i].x, data[i].y), F::larger(data[i].z, data[i].w));
-      if (sizeof(T) == 4) {  // fmaxf drops NaN: keys keep it
-        m = max(max(F::key(data[i].x), F::key(data[i].y)),
-                max(F::key(data[i].z), F::key(data[i].w)));
-      }
-      if (v == whole && v < vectors) {
-        u32 best = 0;
-        for (int j = whole * kPer; j < end; ++j) best = max(best, F::key(row[j]));
-        m = best;
-      } else if (sizeof(T) == 2) {
-        m = F::top(m);
-      }
-#pragma unroll
-      for (int d = 1; d < kLanes; d *= 2) m = max(m, __shfl_xor_sync(kFull, m, d));
-      const int g = v / kLanes;
-      if (v % kLanes == 0 && g < num_groups) {
-        keys[g] = static_cast<T>(m);
-        least = min(least, m);
-        most = max(most, m);
-      }
-    }
-  }
-  least = __reduce_min_sync(kFull, least);
-  most = __reduce_max_sync(kFull, most);
-  if (lane == 0) {
-    atomicMin(&s.least, least);
-    atomicMax(&s.most, most);
-  }
-  __syncthreads();
-
-  // 2. A bound that enough groups reach; kLeast bounds nothing.
-  const u32 top = s.most;
-  u32 bound = F::kLeast, above = 0;
-  if (num_groups >= want && top > F::kLeast) {
-    const u32 from = max(s.least, F::kLeast);
-    bound = search<T, THREADS>(keys, num_groups, from, top, want, want / 8, s, above);
-    bound = max(bound, F::kLeast);
-  }
-
-  // 3. The groups to look into, ascending.
-  int parity = 0;
-  u32 num_kept = 0, num_tied = 0;
-  const int group_words = (num_groups + 31) / 32;
-  // Bits of all groups fit the window: entries / 16 <= 131,072.
-  for (int g = tid; g < group_words * 32; g += THREADS) {
-    const u32 key = g < num_groups ? keys[g] : 0;
-    const u32 more = __ballot_sync(kFull, key > bound);
-    const u32 equal = __ballot_sync(kFull, key == bound && bound > F::kLeast);
-    if (lane == 0) kept[g / 32] = more, tied[g / 32] = equal;
-  }
-  __syncthreads();
-  const u32 tie_groups = above >= static_cast<u32>(want) ? 0 : want;
-  emit<THREADS, 1>(kept, tied, group_words, tie_groups, num_kept, num_tied, s, parity,
-                   [&](u32 place, int group) { groups[place] = group; });
-  const int num_listed = static_cast<int>(num_kept + min(num_tied, tie_groups));
-  __syncthreads();
-
-  // 4. The entries above the bound, and the threshold among them.
-  for (int base = 0; base < num_listed; base += THREADS) {
-    u32 found[kGroup], mine = 0;
-    if (base + tid < num_listed) {
-      load_group(row, groups[base + tid], end, found);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) mine += found[i] > bound;
-    }
-    u32 upto = mine;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const u32 other = __shfl_up_sync(kFull, upto, d);
-      if (lane >= d) upto += other;
-    }
-    u32 start = 0;
-    if (lane == 31) start = atomicAdd(&s.listed, upto);
-    start = __shfl_sync(kFull, start, 31) + upto - mine;
-    if (mine) {
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (found[i] > bound) list[start++] = static_cast<T>(found[i]);
-      }
-    }
-  }
-  __syncthreads();
-  const int listed = static_cast<int>(s.listed);
-  u32 threshold = bound;
-  above = listed;
-  if (listed > want) {
-    if (tid == 0) list[listed] = 0;
-    threshold = search<T, THREADS>(list, listed, bound + 1, top, want, 0, s, above);
-  }
-  const u32 room = threshold > F::kLeast && above < static_cast<u32>(want) ? want - above : 0;
-
-  // 5. Bits of what is kept, in windows of the row.
-  num_kept = num_tied = 0;
-  const int window = sizes.window * 8;
-  for (int from = 0; from < end; from += window) {
-    const int words = (min(end - from, window) + 31) / 32;
-    __syncthreads();
-    for (int w = tid; w < words; w += THREADS) kept[w] = 0, tied[w] = 0;
-    __syncthreads();
-    for (int i = tid; i < num_listed; i += THREADS) {
-      const int first = static_cast<int>(groups[i]) * kGroup - from;
-      if (first < 0 || first >= window) continue;
-      u32 found[kGroup], more = 0, equal = 0;
-      load_group(row, groups[i], end, found);
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        more |= static_cast<u32>(found[j] > threshold) << j;
-        equal |= static_cast<u32>(found[j] == threshold) << j;
-      }
-      if (more) atomicOr(kept + first / 32, more << first % 32);
-      if (equal && room) atomicOr(tied + first / 32, equal << first % 32);
-    }
-    __syncthreads();
-    emit<THREADS, kWords>(kept, tied, words, room, num_kept, num_tied, s, parity,
-                          [&](u32 place, int entry) { target[place] = from + entry; });
-  }
-  for (int i = num_kept + min(num_tied, room) + tid; i < want; i += THREADS) target[i] = -1;
+// Shared memory of the selection: ring, then keys of groups or of listed entries, then groups.
+template <typename T, int STAGES>
+__host__ __device__ inline int keys_bytes(int entries, int want) {
+  const int keys = up16(groups_of(entries) * sizeof(T) + 16);
+  const int list = up16(most_groups(want) * kGroup * sizeof(T) + 16);
+  return keys > list ? keys : list;
+}
+template <typename T, int STAGES>
+__host__ __device__ inline int select_bytes(int entries, int want) {
+  return STAGES * Stream<T, STAGES>::kBytes + keys_bytes<T, STAGES>(entries, want) +
+         most_groups(want) * 4 + 8 * STAGES;
 }
 
-// The same over blocks of entries: the largest visible score of each; the newest is always kept.
-// All keys stay in shared memory.
-template <typename T, int THREADS>
-__global__ void __launch_bounds__(THREADS)
-blocks_kernel(const T* scores, const int64_t* visible, int64_t* out, int entries, int64_t stride,
-              int want, int size) {
+template <typename T>
+__device__ u32 largest(const uint4 (&data)[kGroup * sizeof(T) / 16]) {
   using F = Format<T>;
-  constexpr int kPer = F::kPerVector, kWords = 4096 / THREADS;
-  constexpr u32 kTop = sizeof(T) == 2 ? 0xFF80u : 0xFF800000u;  // key of inf
+  constexpr int kVectors = kGroup * sizeof(T) / 16;
+  u32 m = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const u32 own = F::larger(F::larger(data[i].x, data[i].y), F::larger(data[i].z, data[i].w));
+    m = i ? F::larger(m, own) : own;
+  }
+  return F::top(m);
+}
+
+template <typename T, int STAGES, int BLOCKS>
+__global__ void __launch_bounds__(kThreads, BLOCKS)
+select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, int entries,
+              int64_t stride, int want) {
+  using F = Format<T>;
   SHARED(memory);
 #ifdef HOST_TWIN
   Scratch& s = *reinterpret_cast<Scratch*>(host_scratch());
 #else
   __shared__ Scratch s;
 #endif
-  const int blocks = (entries + size - 1) / size;
-  T* keys = reinterpret_cast<T*>(memory);
-  u32* kept = reinterpret_cast<u32*>(memory + round_up(blocks * sizeof(T) + 16, 16));
-  u32* tied = kept + (blocks + 31) / 32;
+  unsigned char* after = memory + STAGES * Stream<T, STAGES>::kBytes;
+  T* keys = reinterpret_cast<T*>(after);
+  T* list = keys;  // once the groups are listed
+  u32* groups = reinterpret_cast<u32*>(after + keys_bytes<T, STAGES>(entries, want));
+  const int most_listed = most_groups(want);
   const int tid = threadIdx.x, lane = tid % 32;
-  const T* row = scores + blockIdx.x * stride;
-  int64_t* target = out + static_cast<int64_t>(blockIdx.x) * want;
-  const int64_t seen = visible[blockIdx.x];
-  const int end = static_cast<int>(seen < 0 ? 0 : seen < entries ? seen : entries);
-  const int held = (end + size - 1) / size;
-  const int64_t newest = seen > 0 ? (seen - 1) / size : -1;
-  if (tid == 0) s.least = kFull, s.most = 0;
-  if (tid < 4) keys[held + tid] = 0;
-  __syncthreads();
-  u32 least = kFull, most = 0;
-#pragma unroll 4
-  for (int b = tid; b < held; b += THREADS) {
-    u32 m = 0;
-    const int first = b * size;
-    if (first + size <= end) {
-      for (int i = 0; i < size; i += kPer) {
-        const uint4 data = load_once(reinterpret_cast<const uint4*>(row + first + i));
-#pragma unroll
-        for (int j = 0; j < kPer; ++j) m = max(m, F::key(F::element(data, j)));
-      }
-    } else {
-      for (int i = first; i < end; ++i) m = max(m, F::key(row[i]));
-    }
-    if (b == newest) m = max(m, kTop);
-    keys[b] = static_cast<T>(m);
-    least = min(least, m);
-    most = max(most, m);
-  }
-  least = __reduce_min_sync(kFull, least);
-  most = __reduce_max_sync(kFull, most);
-  if (lane == 0) {
-    atomicMin(&s.least, least);
-    atomicMax(&s.most, most);
-  }
-  __syncthreads();
-  u32 threshold = F::kLeast, above = 0;
-  if (held > want && s.most > F::kLeast) {
-    const u32 from = max(s.least, F::kLeast);
-    threshold = search<T, THREADS>(keys, held, from, s.most, want, 0, s, above);
-    threshold = max(threshold, F::kLeast);
-  }
-  const u32 room = threshold > F::kLeast && above < static_cast<u32>(want) ? want - above : 0;
-  const int words = (held + 31) / 32;
-  for (int b = tid; b < words * 32; b += THREADS) {
-    const u32 key = b < held ? keys[b] : 0;
-    const u32 more = __ballot_sync(kFull, key > threshold);
-    const u32 equal = __ballot_sync(kFull, key == threshold && room);
-    if (lane == 0) kept[b / 32] = more, tied[b / 32] = equal;
-  }
-  __syncthreads();
+  Stream<T, STAGES> stream{scores, visible, stride, memory,
+                           reinterpret_cast<uint64_t*>(groups + most_listed), rows, entries};
+  stream.begin();
   int parity = 0;
-  u32 num_kept = 0, num_tied = 0;
-  emit<THREADS, kWords>(kept, tied, words, room, num_kept, num_tied, s, parity,
-                        [&](u32 place, int block) { target[place] = block; });
-  for (int i = num_kept + min(num_tied, room) + tid; i < want; i += THREADS) target[i] = -1;
+  for (int at = blockIdx.x; at < rows; at += gridDim.x) {
+    const T* row = scores + at * stride;
+    int64_t* target = out + static_cast<int64_t>(at) * want;
+    const int end = stream.seen(at), num_groups = groups_of(end);
+    const int chunks = (num_groups + kThreads - 1) / kThreads, per_super = (chunks + 3) / 4;
+    if (tid == 0) s.least = kFull, s.most = 0, s.listed = 0;
+
+    // 1. The largest keys of groups and supers. A super of a thread that has no entry there is 0.
+    u32 supers[4] = {0, 0, 0, 0}, least = kFull, most = 0, current = 0;
+    int in_super = 0, held = 0;
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      uint4 data[kGroup * sizeof(T) / 16];
+      stream.next(data);
+      const int group = chunk * kThreads + tid, first = group * kGroup;
+      u32 key = 0;
+      if (first + kGroup <= end) {
+        key = largest<T>(data);
+      } else if (first < end) {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          const u32 own = F::key(F::element(data[i / F::kPerVector], i % F::kPerVector));
+          const int entry = first + (i ^ stream.turn() * F::kPerVector);
+          key = max(key, entry < end ? own : 0u);
+        }
+      }
+      if (group <= num_groups + 3) keys[group] = static_cast<T>(key);
+      current = max(current, key);
+      if (++in_super == per_super || chunk + 1 == chunks) {
+        supers[3] = supers[2], supers[2] = supers[1], supers[1] = supers[0], supers[0] = current;
+        most = max(most, current);
+        if (current) least = min(least, current), ++held;
+        current = 0, in_super = 0;
+      }
+    }
+    if (tid < 4) keys[num_groups + tid] = 0;  // whole words; rewritten, where another thread did
+    least = __reduce_min_sync(kFull, least);
+    most = __reduce_max_sync(kFull, most);
+    const u32 holders = __reduce_add_sync(kFull, static_cast<u32>(held));
+    if (lane == 0 && chunks) {
+      atomicMin(&s.least, least);
+      atomicMax(&s.most, most);
+      atomicAdd(&s.listed, holders);
+    }
+    __syncthreads();
+    const u32 top = s.most, num_supers = s.listed, from = max(s.least, F::kLeast);
+
+    // 2. A bound that enough supers exceed; kLeast bounds nothing.
+    u32 bound = F::kLeast, above = 0;
+    if (num_supers >= static_cast<u32>(want) && top > F::kLeast) {
+      bound = search(from, top, want, want / 8, s, above,
+                     [&](u32 a, u32 b, u32 c, u32& na, u32& nb, u32& nc) {
+#pragma unroll
+                       for (int i = 0; i < 4; ++i) {
+                         na += supers[i] >= a, nb += supers[i] >= b, nc += supers[i] >= c;
+                       }
+                     });
+      if (above < static_cast<u32>(want)) --bound;  // those equal to it are needed
+      bound = max(bound, F::kLeast);
+    }
+
+    // 3. The groups to look into, ascending.
+    auto list_group = [&](u32 place, int group) { groups[place] = group; };
+    u32 num_listed = emit_keys(keys, num_groups, bound, 0, most_listed, s, parity, list_group);
+    if (num_listed > static_cast<u32>(most_listed)) {
+      bound = search_keys(keys, num_groups, max(bound, F::kLeast), top, want, want / 8, s, above);
+      const u32 ties = above < static_cast<u32>(want) && bound > F::kLeast ? want : 0;
+      num_listed = emit_keys(keys, num_groups, bound, ties, most_listed, s, parity, list_group);
+    }
+    if (tid == 0) s.listed = 0;
+    __syncthreads();
+
+    // 4. The entries above the bound, and the threshold among them.
+    for (u32 base = 0; base < num_listed; base += kThreads) {
+      u32 found[kGroup], mine = 0;
+      if (base + tid < num_listed) {
+        load_group(row, groups[base + tid], end, found);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) mine += found[i] > bound;
+      }
+      u32 upto = mine;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const u32 other = __shfl_up_sync(kFull, upto, d);
+        if (lane >= d) upto += other;
+      }
+      u32 start = 0;
+      if (lane == 31 && upto) start = atomicAdd(&s.listed, upto);
+      start = __shfl_sync(kFull, start, 31) + upto - mine;
+      if (mine) {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          if (found[i] > bound) list[start++] = static_cast<T>(found[i]);
+        }
+      }
+    }
+    __syncthreads();
+    const u32 listed = s.listed;
+    u32 threshold = bound;
+    above = listed;
+    if (listed > static_cast<u32>(want)) {
+      if (tid == 0) list[listed] = 0;
+      threshold = search_keys(list, listed, bound + 1, top, want, 0, s, above);
+    }
+    const u32 room = threshold > F::kLeast && above < static_cast<u32>(want) ? want - above : 0;
+
+    // 5. What is kept, in order.
+    u32 num_kept = 0, num_tied = 0;
+    for (u32 base = 0; base < num_listed; base += kThreads) {
+      u32 more = 0, equal = 0;
+      int first = 0;
+      if (base + tid < num_listed) {
+        u32 found[kGroup];
+        first = static_cast<int>(groups[base + tid]);
+        load_group(row, first, end, found);
+        first *= kGroup;
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+          more |= static_cast<u32>(found[j] > threshold) << j;
+          equal |= static_cast<u32>(found[j] == threshold) << j;
+        }
+        if (!room) equal = 0;
+      }
+      u32 place, tie, all_kept, all_tied;
+      sums_before(__popc(more), __popc(equal), place, tie, all_kept, all_tied, s, parity);
+      place += num_kept, tie += num_tied;
+      for (u32 bits = more | equal; bits; bits &= bits - 1) {
+        const int bit = __ffs(bits) - 1;
+        const bool is_tie = equal >> bit & 1;
+        if (!is_tie || tie < room) target[place + min(tie, room)] = first + bit;
+        tie += is_tie, place += !is_tie;
+      }
+      num_kept += all_kept, num_tied += all_tied;
+    }
+    for (int i = num_kept + min(num_tied, room) + tid; i < want; i += kThreads) target[i] = -1;
+  }
+}
+
+// The same over blocks of SIZE entries: the largest visible score of each; the newest is always
+// kept. All keys stay in shared memory.
+template <typename T, int STAGES, int SIZE>
+__global__ void __launch_bounds__(kThreads, 1)
+blocks_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, int entries,
+              int64_t stride, int want) {
+  using F = Format<T>;
+  constexpr u32 kTop = sizeof(T) == 2 ? 0xFF80u : 0xFF800000u;  // key of inf
+  constexpr int kEach = kGroup / SIZE;
+  SHARED(memory);
+#ifdef HOST_TWIN
+  Scratch& s = *reinterpret_cast<Scratch*>(host_scratch());
+#else
+  __shared__ Scratch s;
+#endif
+  T* keys = reinterpret_cast<T*>(memory + STAGES * Stream<T, STAGES>::kBytes);
+  const int blocks = (entries + SIZE - 1) / SIZE;
+  const int tid = threadIdx.x, lane = tid % 32;
+  Stream<T, STAGES> stream{
+      scores, visible, stride, memory,
+      reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(keys) + up16(blocks * sizeof(T) + 16)),
+      rows, entries};
+  stream.begin();
+  int parity = 0;
+  for (int at = blockIdx.x; at < rows; at += gridDim.x) {
+    int64_t* target = out + static_cast<int64_t>(at) * want;
+    const int end = stream.seen(at), held = (end + SIZE - 1) / SIZE;
+    const int chunks = (groups_of(end) + kThreads - 1) / kThreads;
+    const int64_t seen = visible[at], newest = seen > 0 ? (seen - 1) / SIZE : -1;
+    if (tid == 0) s.least = kFull, s.most = 0;
+    u32 least = kFull, most = 0;
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      uint4 data[kGroup * sizeof(T) / 16];
+      stream.next(data);
+      const int first = (chunk * kThreads + tid) * kGroup;
+#pragma unroll
+      for (int b = 0; b < kEach; ++b) {
+        u32 key = 0;
+#pragma unroll
+        for (int i = b * SIZE; i < (b + 1) * SIZE; ++i) {
+          const u32 own = F::key(F::element(data[i / F::kPerVector], i % F::kPerVector));
+          const int entry = first + (i ^ stream.turn() * F::kPerVector);
+          key = max(key, entry < end ? own : 0u);
+        }
+        const int block = first / SIZE + (b ^ stream.turn() * F::kPerVector / SIZE);
+        if (block == newest) key = max(key, kTop);
+        if (block < held) {
+          keys[block] = static_cast<T>(key);
+          least = min(least, key);
+          most = max(most, key);
+        }
+      }
+    }
+    if (tid < 4) keys[held + tid] = 0;
+    least = __reduce_min_sync(kFull, least);
+    most = __reduce_max_sync(kFull, most);
+    if (lane == 0 && chunks) {
+      atomicMin(&s.least, least);
+      atomicMax(&s.most, most);
+    }
+    __syncthreads();
+    u32 threshold = F::kLeast, above = 0;
+    if (held > want && s.most > F::kLeast) {
+      const u32 from = max(s.least, F::kLeast);
+      threshold = max(search_keys(keys, held, from, s.most, want, 0, s, above), F::kLeast);
+    }
+    const u32 room = threshold > F::kLeast && above < static_cast<u32>(want) ? want - above : 0;
+    const u32 written = emit_keys(keys, held, threshold, room, kFull, s, parity,
+                                  [&](u32 place, int block) { target[place] = block; });
+    for (int i = written + tid; i < want; i += kThreads) target[i] = -1;
+  }
 }
 
 #ifndef HOST_TWIN
@@ -503,65 +605,69 @@ int prepare(K, int) { return 0; }
 inline int cudaGetLastError() { return 0; }
 #endif
 
-template <typename T, int THREADS, int LOADS, int BLOCKS>
-int run_select(const void* scores, const void* visible, void* out, long long rows,
-               long long entries, long long stride, long long want, cudaStream_t stream) {
-  const Sizes sizes(static_cast<int>(entries), static_cast<int>(want), sizeof(T), THREADS);
-  auto kernel = select_kernel<T, THREADS, LOADS, BLOCKS>;
-  if (const int status = prepare(kernel, sizes.total())) return status;
-  LAUNCH(kernel, dim3(static_cast<unsigned>(rows)), dim3(THREADS), sizes.total(), stream,
+template <typename T, typename K>
+int run(K kernel, int bytes, const void* scores, const void* visible, void* out, long long rows,
+        long long entries, long long stride, long long want, long long blocks,
+        cudaStream_t stream) {
+  if (const int status = prepare(kernel, bytes)) return status;
+  LAUNCH(kernel, dim3(static_cast<unsigned>(min(rows, blocks))), dim3(kThreads), bytes, stream,
          static_cast<const T*>(scores), static_cast<const int64_t*>(visible),
-         static_cast<int64_t*>(out), static_cast<int>(entries), static_cast<int64_t>(stride),
-         static_cast<int>(want));
+         static_cast<int64_t*>(out), static_cast<int>(rows), static_cast<int>(entries),
+         static_cast<int64_t>(stride), static_cast<int>(want));
   return static_cast<int>(cudaGetLastError());
 }
 
-template <typename T>
-int run_blocks(const void* scores, const void* visible, void* out, long long rows,
-               long long entries, long long stride, long long want, long long size,
+constexpr int kShared = 227 * 1024;  // of a multiprocessor, for blocks
+
+template <typename T, int STAGES, int BLOCKS>
+int run_select(const void* scores, const void* visible, void* out, long long rows,
+               long long entries, long long stride, long long want, long long processors,
                cudaStream_t stream) {
-  constexpr int kThreads = 512;
-  const int blocks = static_cast<int>((entries + size - 1) / size);
-  const int bytes = round_up(blocks * sizeof(T) + 16, 16) + (blocks + 31) / 32 * 8;
-  auto kernel = blocks_kernel<T, kThreads>;
-  if (const int status = prepare(kernel, bytes)) return status;
-  LAUNCH(kernel, dim3(static_cast<unsigned>(rows)), dim3(kThreads), bytes, stream,
-         static_cast<const T*>(scores), static_cast<const int64_t*>(visible),
-         static_cast<int64_t*>(out), static_cast<int>(entries), static_cast<int64_t>(stride),
-         static_cast<int>(want), static_cast<int>(size));
-  return static_cast<int>(cudaGetLastError());
+  const int bytes = select_bytes<T, STAGES>(static_cast<int>(entries), static_cast<int>(want));
+  const int fit = max(1, min(BLOCKS, kShared / (bytes + 2048)));
+  return run<T>(select_kernel<T, STAGES, BLOCKS>, bytes, scores, visible, out, rows, entries,
+                stride, want, processors * fit, stream);
+}
+
+template <typename T, int STAGES, int SIZE>
+int run_blocks(const void* scores, const void* visible, void* out, long long rows,
+               long long entries, long long stride, long long want, long long processors,
+               cudaStream_t stream) {
+  const int blocks = static_cast<int>((entries + SIZE - 1) / SIZE);
+  const int bytes =
+      STAGES * Stream<T, STAGES>::kBytes + up16(blocks * sizeof(T) + 16) + 8 * STAGES;
+  const int fit = max(1, kShared / (bytes + 2048));
+  return run<T>(blocks_kernel<T, STAGES, SIZE>, bytes, scores, visible, out, rows, entries, stride,
+                want, processors * fit, stream);
 }
 
 }  // namespace
 
-// scores [rows, entries] bf16 or fp32 with 16-byte aligned rows, visible [rows] int64,
-// out [rows, want] int64. `variant` picks threads and loads in flight.
+// scores [rows, entries] bf16 (size 2) or fp32 with 16-byte aligned rows, readable up to the next
+// 16 bytes; visible [rows] int64; out [rows, want] int64.
 extern "C" int select_topk(const void* scores, const void* visible, void* out, long long rows,
                            long long entries, long long stride, long long want, long long size,
-                           long long variant, cudaStream_t stream) {
-#define RUN(T, THREADS, LOADS, BLOCKS) \
-  run_select<T, THREADS, LOADS, BLOCKS>(scores, visible, out, rows, entries, stride, want, stream)
+                           long long processors, long long variant, cudaStream_t stream) {
+#define RUN(...) \
+  run_select<__VA_ARGS__>(scores, visible, out, rows, entries, stride, want, processors, stream)
   if (size == 2) {
-    switch (variant) {
-      case 1: return RUN(u16, 512, 8, 3);
-      case 2: return RUN(u16, 1024, 4, 2);
-      case 3: return RUN(u16, 256, 8, 3);
-      default: return RUN(u16, 512, 4, 3);
-    }
+    if (variant == 1) return RUN(u16, 3, 2);
+    if (variant == 2) return RUN(u16, 2, 3);
+    return RUN(u16, 4, 2);
   }
-  return RUN(u32, 512, 4, 2);
+  return RUN(u32, 2, 1);
 #undef RUN
 }
 
-extern "C" long long select_topk_bytes(long long entries, long long want, long long size) {
-  return Sizes(static_cast<int>(entries), static_cast<int>(want), static_cast<int>(size), 512).total();
-}
-
+// As above over blocks of 8 or 16 entries.
 extern "C" int select_blocks(const void* scores, const void* visible, void* out, long long rows,
                              long long entries, long long stride, long long want,
-                             long long block_size, long long size, cudaStream_t stream) {
-  return size == 2 ? run_blocks<u16>(scores, visible, out, rows, entries, stride, want,
-                                     block_size, stream)
-                   : run_blocks<u32>(scores, visible, out, rows, entries, stride, want,
-                                     block_size, stream);
+                             long long block_size, long long size, long long processors,
+                             cudaStream_t stream) {
+#define RUN(...) \
+  run_blocks<__VA_ARGS__>(scores, visible, out, rows, entries, stride, want, processors, stream)
+  if (block_size == 8) return size == 2 ? RUN(u16, 4, 8) : RUN(u32, 2, 8);
+  if (block_size == 16) return size == 2 ? RUN(u16, 4, 16) : RUN(u32, 2, 16);
+#undef RUN
+  return -1;
 }
