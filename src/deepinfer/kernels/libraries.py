@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from deepinfer.errors import UnsupportedError
+from deepinfer.kernels import nvcc
 
 __all__ = ["LIBRARIES", "Library", "is_usable", "library", "why_not"]
 
@@ -47,7 +48,12 @@ LIBRARIES: Final[Mapping[str, Library]] = {
 
 @cache
 def why_not(package: str) -> str:
-    """Say why a package cannot be used, "" when it can; nothing is imported."""
+    """Say why a package cannot be used, "" when it can; nothing is imported.
+
+    "nvcc" stands for the compiler of the kernels that are built at their first use.
+    """
+    if package == "nvcc":
+        return "" if nvcc.available() else "nvcc is neither under CUDA_HOME nor on PATH"
     if find_spec(package) is None:
         return f"{package} is not installed"
     known = LIBRARIES.get(package)

@@ -111,19 +111,26 @@ class Ops:
 
     @classmethod
     def resolve(
-        cls, capability: Capability, only_reference: bool = False, checked: bool = True
+        cls,
+        capability: Capability,
+        only_reference: bool = False,
+        checked: bool = True,
+        invariant: bool = False,
     ) -> Ops:
         """Pick the first implementation of each op that runs on a device.
 
         only_reference  take the definitions everywhere: the slow twin of the whole engine
         checked         check every argument; a model whose calls are tested may leave it out
+        invariant       none whose bits for a row depend on its batch
         """
-        choices = {op: choose(op, capability, only_reference) for op in TABLE}
+        choices = {op: choose(op, capability, only_reference, invariant) for op in TABLE}
         bound = {op: _bind(op, choice, checked) for op, choice in choices.items()}
         return cls(choices=choices, **bound)  # type: ignore[arg-type]  # one per public function
 
 
-def choose(op: str, capability: Capability, only_reference: bool = False) -> Implementation:
+def choose(
+    op: str, capability: Capability, only_reference: bool = False, invariant: bool = False
+) -> Implementation:
     """Return the implementation of an op on a device.
 
     Raises UnsupportedError when none runs there.
@@ -131,7 +138,7 @@ def choose(op: str, capability: Capability, only_reference: bool = False) -> Imp
     for implementation in TABLE[op]:
         if only_reference and implementation.name != "reference":
             continue
-        if not implementation.chosen:
+        if not implementation.chosen or (invariant and not implementation.invariant):
             continue
         if implementation.needs and not is_usable(implementation.needs):
             continue

@@ -135,7 +135,8 @@ class FastModel:
         ranks              hold a share of the experts; None holds all
         """
         device = torch.device(device)
-        ops = Ops.resolve(pick_device(str(device)).capability, only_reference, checked)
+        capability = pick_device(str(device)).capability
+        ops = Ops.resolve(capability, only_reference, checked, numerics.batch_invariant)
         source = TensorSource(checkpoint)
         loader = Loader(source, checkpoint.config, device, dequantized_bytes, ranks)
         resolved = resolve_numerics(numerics, device)

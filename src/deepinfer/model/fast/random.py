@@ -235,10 +235,12 @@ def random_model(
     """
     loader = random_weights(config, device, experts, seed)
     picked = pick_device(str(loader.device))
-    ops = Ops.resolve(picked.capability, only_reference, checked=False)
+    numerics = numerics or NumericsConfig()
+    alone = numerics.batch_invariant
+    ops = Ops.resolve(picked.capability, only_reference, checked=False, invariant=alone)
     token_map = None
     if config.engram_layer_ids:
         rng = np.random.default_rng(seed)
         token_map = rng.integers(0, config.engram_compressed_vocab_size, config.vocab_size)
-    resolved = resolve_numerics(numerics or NumericsConfig(), loader.device)
+    resolved = resolve_numerics(numerics, loader.device)
     return FastModel(config, loader, ops, resolved, token_map, with_drafts)
