@@ -39,6 +39,12 @@ WRONG: dict[str, list[tuple[int, Tensor, str]]] = {
         (2, torch.ones(4, 7), "post"),
         (3, torch.ones(4, 4, 7), "comb"),
     ],
+    "hyper_site": [
+        (1, torch.ones(4, 7), "y"),
+        (2, torch.ones(4, 7), "post"),
+        (4, torch.ones(5, 4), "pre"),
+    ],
+    "latent_entry": [(0, torch.ones(4, 7), "rows of 7"), (3, torch.ones(5, 2), "cos")],
     "compress": [(1, torch.ones(4, 7), "gate"), (0, torch.ones(3), "kv")],
     "index_score": [(1, torch.ones(4, 7), "weight"), (2, torch.ones(5, 7), "keys")],
     "select_topk": [(0, torch.ones(4), "scores"), (1, torch.ones(5), "visible")],
@@ -46,6 +52,15 @@ WRONG: dict[str, list[tuple[int, Tensor, str]]] = {
     "block_mask": [(0, torch.ones(4), "blocks")],
     "sparse_attention": [
         (1, torch.ones(9, 7), "window_kv"),
+        (2, torch.zeros(5, 8, dtype=torch.int64), "window_idx"),
+        (5, torch.ones(99), "sink"),
+    ],
+    "paged_index_score": [
+        (1, torch.ones(4, 7), "weight"),
+        (4, torch.zeros(5, dtype=torch.int64), "rows"),
+        (3, torch.zeros(3, 1, dtype=torch.int64), "entries of tables"),
+    ],
+    "paged_attention": [
         (2, torch.zeros(5, 8, dtype=torch.int64), "window_idx"),
         (5, torch.ones(99), "sink"),
     ],
