@@ -16,6 +16,7 @@ from deepinfer.kernels import nvcc
 from deepinfer.kernels.expert_linear.reference import dequantize_rows
 from deepinfer.kernels.linear.reference import dequantize_blocks
 from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, pack_fp8
+from deepinfer.kernels.packed.kept import _kept, kept_fp4, kept_fp8, repack_fp4
 from deepinfer.kernels.packed.run import SOURCE, schedule
 
 HERE = Path(__file__).parent
@@ -218,3 +219,21 @@ def test_it_builds_for_hopper_with_tensor_instructions(tmp_path: Path) -> None:
     )
     assert not done.returncode, done.stderr[-3000:]
     assert "serialized" not in done.stderr  # products that wait for each other
+
+
+def test_copies_live_as_long_as_their_weights_and_follow_them(seed: int) -> None:
+    codes, scale = draw(torch.Generator().manual_seed(seed), 2, 256, 256)
+    first = kept_fp4(codes, scale, Decoded.FP4_BF16)
+    assert first is not None and kept_fp4(codes, scale, Decoded.FP4_BF16) is first
+    before = first.data.clone()
+    codes[1] ^= 3
+    repack_fp4(codes, scale, 1)
+    assert torch.equal(first.data[0], before[0]) and not torch.equal(first.data[1], before[1])
+    assert torch.equal(first.data, pack_fp4(codes, scale, Decoded.FP4_BF16).data)
+    scale[0, 0, 0], scale[0, 0, 1] = 90, 120
+    codes[0, 0] |= 1
+    assert kept_fp4(codes, scale, Decoded.FP4_E4M3) is None  # the exact products take over
+    assert kept_fp8(torch.zeros(64, 64, dtype=torch.float8_e4m3fn), scale[0]) is None
+    held = len(_kept)
+    del codes
+    assert len(_kept) == held - 2

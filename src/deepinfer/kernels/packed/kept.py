@@ -47,6 +47,19 @@ def repack_fp4(codes: Tensor, scale: Tensor, expert: int) -> None:
         packed.row_scale[one].copy_(fresh.row_scale)
 
 
+def repack_fp4(codes: Tensor, scale: Tensor, slot: int) -> None:
+    """Pack an expert again whose stored form has changed, in place: graphs keep its address.
+
+    Raises UnsupportedError where its scales lie too far apart for a form that is kept.
+    """
+    for decoded in (Decoded.FP4_E4M3, Decoded.FP4_BF16):
+        packed = _kept.get((id(codes), decoded))
+        if packed is not None:
+            part = pack_fp4(codes[slot : slot + 1], scale[slot : slot + 1], decoded)
+            packed.data[slot].copy_(part.data[0])
+            packed.row_scale[slot].copy_(part.row_scale[0])
+
+
 def _find(codes: Tensor, decoded: Decoded, fits: bool, make: Callable[[], Packed]) -> Packed | None:
     key = (id(codes), decoded)
     if key not in _kept:
