@@ -29,35 +29,23 @@ def kept_fp8(codes: Tensor, scale: Tensor) -> Packed | None:
     return _find(codes, Decoded.FP8_BF16, accepts(*codes.shape), lambda: pack_fp8(codes, scale))
 
 
-def repack_fp4(codes: Tensor, scale: Tensor, expert: int) -> None:
-    """Bring the packed forms of a matrix up to date after one expert's values have changed.
-
-    A form that the new values do not allow is given up: products take another way from then on.
-    """
-    for key, packed in list(_kept.items()):
-        if key[0] != id(codes) or packed is None:
-            continue
-        one = slice(expert, expert + 1)
-        try:
-            fresh = pack_fp4(codes[one], scale[one], packed.decoded)
-        except UnsupportedError:
-            _kept[key] = None
-            continue
-        packed.data[one].copy_(fresh.data)
-        packed.row_scale[one].copy_(fresh.row_scale)
-
-
 def repack_fp4(codes: Tensor, scale: Tensor, slot: int) -> None:
     """Pack an expert again whose stored form has changed, in place: graphs keep its address.
 
-    Raises UnsupportedError where its scales lie too far apart for a form that is kept.
+    A form that the new values do not allow is given up: products take another way from then on.
     """
     for decoded in (Decoded.FP4_E4M3, Decoded.FP4_BF16):
-        packed = _kept.get((id(codes), decoded))
-        if packed is not None:
+        key = (id(codes), decoded)
+        packed = _kept.get(key)
+        if packed is None:
+            continue
+        try:
             part = pack_fp4(codes[slot : slot + 1], scale[slot : slot + 1], decoded)
-            packed.data[slot].copy_(part.data[0])
-            packed.row_scale[slot].copy_(part.row_scale[0])
+        except UnsupportedError:
+            _kept[key] = None
+            continue
+        packed.data[slot].copy_(part.data[0])
+        packed.row_scale[slot].copy_(part.row_scale[0])
 
 
 def _find(codes: Tensor, decoded: Decoded, fits: bool, make: Callable[[], Packed]) -> Packed | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from deepinfer.config.engine import ParallelConfig
 from deepinfer.kernels.expert_linear import Fp4Weight
 from deepinfer.kernels.expert_linear.reference import dequantize_rows
+from deepinfer.kernels.packed.kept import repack_fp4
 from deepinfer.model.fast.model import FastModel
 from deepinfer.model.fast.weights import MoeWeights
 from deepinfer.parallel.group import Ranks
@@ -47,15 +48,16 @@ def _layer(weights: MoeWeights) -> BalancedLayer | None:
         return None
     held = (weights.w1_w3, weights.w2)
     parts = tuple(part for weight in held for part in (weight.codes, weight.scale))
-    return BalancedLayer(weights.ranks, parts, _dense_again(held))
+    return BalancedLayer(weights.ranks, parts, _kept_again(held))
 
 
-def _dense_again(held: tuple[Fp4Weight, ...]) -> Callable[[int], None]:
-    """Return what brings the fp32 copies of a slot up to date."""
+def _kept_again(held: tuple[Fp4Weight, ...]) -> Callable[[int], None]:
+    """Return what brings everything that is kept beside a slot's stored form up to date."""
 
     def derived(slot: int) -> None:
         for weight in held:
             if weight.dense is not None:
                 weight.dense[slot] = dequantize_rows(weight.codes[slot], weight.scale[slot])
+            repack_fp4(weight.codes, weight.scale, slot)
 
     return derived
