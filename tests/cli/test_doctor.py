@@ -65,6 +65,7 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         "implementation": "cpu",
         "why": "in numpy",
         "batch_invariant": False,
+        "under_batch_invariant": "reference",
         "others": [
             {"implementation": "triton", "why_not": "runs on sm90, sm100"},
             {"implementation": "reference", "why_not": "comes later in the table"},

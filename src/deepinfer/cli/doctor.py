@@ -18,7 +18,7 @@ from deepinfer.config.load import DEMO_MODEL, resolve_model
 from deepinfer.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from deepinfer.device.base import Device
+    from deepinfer.device.base import Capability, Device
     from deepinfer.kernels.table import Implementation
 
 __all__ = ["PACKAGES", "Package", "add_parser", "run"]
@@ -51,8 +51,9 @@ PACKAGES: Final = (
     Package("xgrammar", "0.2.9", "xgrammar", "structured output with xgrammar"),
     Package("deepseek-recipe", "0.2", "chat", "conversations"),
     Package("zstandard", "0.22", "jobs", "packed job files"),
-    Package("ray", "2.40", "ray", "several machines"),
+    Package("ray", "", "ray", "several machines"),
     Package("matplotlib", "3.8", "plot", "plots of benchmarks"),
+    Package("pyyaml", "6", "sim", "descriptions of clusters"),
     Package("pyppmd", "1.1", "eval", "PPMd beside the model in eval"),
 )
 
@@ -85,12 +86,16 @@ class OtherChoice(TypedDict):
 
 
 class OpState(TypedDict):
-    """What computes an op; the implementation is None when nothing can."""
+    """What computes an op; the implementation is None when nothing can.
+
+    `under_batch_invariant` is what does where `numerics.batch_invariant` is set.
+    """
 
     op: str
     implementation: str | None
     why: str
     batch_invariant: bool
+    under_batch_invariant: str | None
     others: list[OtherChoice]
 
 
@@ -229,10 +234,21 @@ def _op_states(arch: str) -> list[OpState]:
                 implementation=None if chosen is None else chosen.name,
                 why=why,
                 batch_invariant=chosen is not None and chosen.invariant,
+                under_batch_invariant=_invariant(op, capability),
                 others=others,
             )
         )
     return states
+
+
+def _invariant(op: str, capability: Capability) -> str | None:
+    """Return what `numerics.batch_invariant` takes, None when nothing does."""
+    from deepinfer.kernels.ops import choose
+
+    try:
+        return choose(op, capability, invariant=True).name
+    except UnsupportedError:
+        return None
 
 
 def _why_not(line: Implementation, arch: str) -> str:
@@ -348,7 +364,8 @@ def _op_lines(ops: Sequence[OpState]) -> list[str]:
     for op in ops:
         text = f"  {op['op']:<16} {op['implementation'] or 'none':<10} {op['why']}"
         if op["implementation"] and not op["batch_invariant"]:
-            text += "; a row's bits depend on its batch"
+            other = op["under_batch_invariant"] or "nothing"
+            text += f"; a row's bits depend on its batch, numerics.batch_invariant takes {other}"
         for other in op["others"]:
             text += f"; not {other['implementation']}: {other['why_not']}"
         lines.append(text)
