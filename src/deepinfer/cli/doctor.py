@@ -364,8 +364,8 @@ def _op_lines(ops: Sequence[OpState]) -> list[str]:
     for op in ops:
         text = f"  {op['op']:<16} {op['implementation'] or 'none':<10} {op['why']}"
         if op["implementation"] and not op["batch_invariant"]:
-            other = op["under_batch_invariant"] or "nothing"
-            text += f"; a row's bits depend on its batch, numerics.batch_invariant takes {other}"
+            alone = op["under_batch_invariant"] or "nothing"
+            text += f"; a row's bits depend on its batch, numerics.batch_invariant takes {alone}"
         for other in op["others"]:
             text += f"; not {other['implementation']}: {other['why_not']}"
         lines.append(text)
