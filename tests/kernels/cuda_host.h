@@ -49,7 +49,7 @@ struct Gate {
 struct Block {
   dim3 id;
   std::vector<unsigned char> shared, scratch;
-  Gate whole;
+  Gate whole, named[16];
   std::vector<Gate> warps;
   std::vector<uint32_t> slots;
   std::vector<float> operands;  // eight a thread

@@ -9,27 +9,31 @@ inline uint32_t bf16_bits(float x) {
 }
 inline uint32_t bf16_pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 
-inline float tf32(float x) { return __uint_as_float(__float_as_uint(x) & 0xFFFFE000u); }
-
-inline void multiply(float (&acc)[4], const float (&a)[4], float b0, float b1) {
+inline void multiply(float (&acc)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                     uint32_t b0, uint32_t b1) {
   const int lane = host::thread() % 32;
-  float* all = &host::block().operands[host::thread() / 32 * 256];
-  float* own = all + lane * 8;
-  for (int i = 0; i < 4; ++i) own[i] = tf32(a[i]);
-  own[4] = tf32(b0), own[5] = tf32(b1);
+  uint32_t* all = reinterpret_cast<uint32_t*>(&host::block().operands[host::thread() / 32 * 256]);
+  const uint32_t own[6] = {a0, a1, a2, a3, b0, b1};
+  std::memcpy(all + lane * 8, own, sizeof own);
   host::warp_wait();
+  auto half = [](uint32_t word, int which) {
+    return __uint_as_float(which ? word & 0xFFFF0000u : word << 16);
+  };
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-    double sum = 0;
-    for (int k = 0; k < 8; ++k) {
-      sum += static_cast<double>(all[(row % 8 * 4 + k % 4) * 8 + row / 8 + k / 4 * 2]) *
-             all[(column * 4 + k % 4) * 8 + 4 + k / 4];
+    float sum = 0;
+    for (int k = 0; k < 16; ++k) {
+      const int from = k % 8 / 2;
+      sum += half(all[(row % 8 * 4 + from) * 8 + row / 8 + k / 8 * 2], k % 2) *
+             half(all[(column * 4 + from) * 8 + 4 + k / 8], k % 2);
     }
-    acc[i] += static_cast<float>(sum);
+    acc[i] += sum;
   }
   host::warp_wait();
 }
 
+inline void meet(int name, int threads) { host::wait(host::block().named[name], threads); }
+inline uint4 load_once(const uint16_t* p) { return *reinterpret_cast<const uint4*>(p); }
 inline void count_in(uint32_t* counter) { ++*counter; ++host::progress; }
 inline void wait_for(const uint32_t* counter, uint32_t least) {
   while (*counter < least) host::leave();

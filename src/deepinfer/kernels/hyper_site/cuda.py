@@ -6,6 +6,7 @@ share a workspace, so they belong to one stream at a time.
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -18,8 +19,9 @@ from deepinfer.kernels.hyper_site import triton
 
 if TYPE_CHECKING:
     from deepinfer.kernels.hyper_site import Site, SiteWeights
+    from deepinfer.kernels.linear import DenseWeight
 
-__all__ = ["accepts", "hyper_site", "plan"]
+__all__ = ["accepts", "hyper_site", "plan", "prepared"]
 
 SOURCE: Final = Path(__file__).with_name("site.cu")
 STREAMS, WIDTH, OUTPUTS, SUMS = 4, 5120, 24, 28
@@ -27,25 +29,46 @@ MOST_ROWS: Final = 1 << 15  # of one launch
 
 
 class Plan(NamedTuple):
-    """How a launch is cut: warps over tokens, slices of the channels, groups of blocks."""
+    """How a launch is cut: form of the kernel, slices of the channels, groups of blocks.
 
-    side: int
+    Forms: tiles of 32 tokens with 4 or 8 warps, tiles of 64 with 16.
+    """
+
+    form: int
     slices: int
     groups: int
 
     @property
     def tile(self) -> int:
         """Tokens of a tile."""
-        return 16 * self.side
+        return 64 if self.form == 2 else 32
 
 
 def plan(num_rows: int, processors: int) -> Plan:
     """Cut a launch so that all its blocks run at once, and as many of them as there is work for."""
-    for side, slices in ((2, 40), (2, 20), (2, 10), (4, 10)):
-        tiles = -(-num_rows // (16 * side))
+    for form, slices in ((0, 40), (1, 20), (1, 10)):
+        tiles = -(-num_rows // 32)
         if tiles * slices <= processors:
-            return Plan(side, slices, tiles)
-    return Plan(4, 10, max(1, processors // 10))
+            return Plan(form, slices, tiles)
+    return Plan(2, 10, max(1, min(processors // 10, -(-num_rows // 64))))
+
+
+_prepared: dict[int, Tensor] = {}
+
+
+def prepared(fn: DenseWeight) -> Tensor:
+    """Return a projection as [chunk, stream, part, output, 32] bf16, two parts that add up to it.
+
+    Made once per weight, kept as long as the weight lives, as large as its fp32 form.
+    """
+    key = id(fn.stored)
+    if key not in _prepared:
+        whole = fn.fp32().view(OUTPUTS, STREAMS, -1, 32)
+        high = whole.bfloat16()
+        low = (whole - high.float()).bfloat16()
+        _prepared[key] = torch.stack([high, low]).permute(3, 2, 0, 1, 4).contiguous()
+        weakref.finalize(fn.stored, _prepared.pop, key, None)
+    return _prepared[key]
 
 
 def accepts(h: Tensor, weights: SiteWeights) -> bool:
@@ -78,7 +101,6 @@ def hyper_site(
     iters: int,
     *,
     cut: Plan | None = None,
-    cooperative: bool = False,
 ) -> Site:
     """As the reference."""
     if not accepts(h, weights) or h.shape[0] > MOST_ROWS:
@@ -91,8 +113,7 @@ def hyper_site(
         cut = cut or plan(num_rows, nvcc.processors(device))
         nvcc.call(
             nvcc.load(SOURCE), "hyper_site", device, h, y, weights.norm, post, comb, pre,
-            weights.fn.fp32().contiguous(), weights.scale, weights.base, streams, x, new_pre,
+            prepared(weights.fn), weights.scale, weights.base, streams, x, new_pre,
             new_post, new_comb, *_workspace(device), num_rows, *cut, iters, norm_eps, hc_eps,
-            int(cooperative),
         )  # fmt: skip
     return streams, x, new_pre, new_post, new_comb

@@ -3,14 +3,14 @@
 //
 // Tokens are cut into tiles, the 5120 channels into `slices`. A block takes one slice of a tile:
 // per chunk of 32 channels a warp updates the streams of 16 tokens, keeps the mixed input, and
-// multiplies the rounded streams with the projection on tensor cores (tf32, the fp32 weight as a
-// sum of two, streams exact). Blocks of a tile exchange sums through memory: they publish, count
-// themselves in, and wait for each other, so all blocks must run at the same time: no more blocks
-// than multiprocessors are launched. Then each writes its own slice of the normed input, and the
-// coefficients of its share of the tokens.
+// multiplies the rounded streams with the projection on tensor cores. Streams are exact there, the
+// projection is a sum of two bf16, prepared once. Blocks of a tile exchange sums through memory:
+// they publish, count themselves in, and wait for each other, so all blocks must run at the same
+// time: no more blocks than multiprocessors are launched. Then each writes its own slice of the
+// normed input, and the coefficients of its share of the tokens.
 //
-// All sums over channels form one fixed tree, whatever the number of slices: within a chunk as
-// the instruction does, over 16 chunks in pairs, then 10 groups in order. A token's bits depend on
+// All sums over channels form one fixed tree, whatever the number of slices: two chunks as the
+// instructions do, eight of these units in pairs, then 10 groups in order. A token's bits depend on
 // nothing but the token.
 
 #ifdef HOST_TWIN
@@ -29,15 +29,16 @@ using u16 = uint16_t;
 using u32 = uint32_t;
 constexpr u32 kFull = 0xFFFFFFFFu;
 constexpr int kStreams = 4, kWidth = 5120, kChunk = 32, kChunks = kWidth / kChunk, kOut = 24;
-constexpr int kThreads = 256, kWarps = 8, kGroups = 10;
-constexpr int kRingStage = 10 * kThreads * 16;              // streams and output, two rows a thread
-constexpr int kWeights = kStreams * kOut * kChunk * 4;      // projection of a chunk
+constexpr int kGroups = 10, kUnit = 2, kStages = 2;
+constexpr int kWeights = kStreams * 2 * kOut * kChunk * 2;  // bytes of a chunk's projection
+constexpr int kCoefficients = 24;                           // post, pre, comb of a token
 constexpr int kSums = 28;                                   // floats of a published token
 
 struct Site {
   const u16 *h, *y, *norm_weight;      // [T, 4, C], [T, C], [C]
   const float *post, *comb, *pre;      // [T, 4], [T, 4, 4], [T, 4]
-  const float *fn, *scale, *base;      // [24, 4 C], [3], [24]
+  const u16 *fn;                       // [chunk][stream][part][output][32]
+  const float *scale, *base;           // [3], [24]
   u16 *streams, *x;                    // [T, 4, C], [T, C]
   float *new_pre, *new_post, *new_comb;
   float *sums, *squares;               // published: [tiles, slices, TOKENS, 28], [.., TOKENS]
@@ -47,28 +48,52 @@ struct Site {
 };
 
 #ifndef HOST_TWIN
-__device__ inline void copy16(void* to, const void* from) {
-  const u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+__device__ inline u32 address(const void* shared) {
+  return static_cast<u32>(__cvta_generic_to_shared(shared));
 }
-__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-__device__ inline void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+__device__ inline void barrier_begin(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(barrier)) : "memory");
+}
+__device__ inline void barriers_seen() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline void bulk_copy(void* to, const void* from, u32 bytes, uint64_t* barrier) {
+  const u32 at = address(barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+      "r"(address(to)), "l"(from), "r"(bytes), "r"(at) : "memory");
+}
+__device__ inline void barrier_wait(uint64_t* barrier, u32 phase) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(address(barrier)), "r"(phase) : "memory");
+  } while (!done);
+}
+__device__ inline void meet(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+__device__ inline uint4 load_once(const u16* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
 }
 __device__ inline u32 bf16_pair(float low, float high) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-// acc[16, 8] += a[16, 8] b[8, 8]
-__device__ inline void multiply(float (&acc)[4], const float (&a)[4], float b0, float b1) {
+// acc[16, 8] += a[16, 16] b[16, 8], bf16 pairs
+__device__ inline void multiply(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
-        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ inline void count_in(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
@@ -94,7 +119,6 @@ __device__ inline float fast_inverse(float x) {
 __device__ inline float exponential(float x) { return expf(x); }
 #endif
 
-__device__ inline float high_part(float x) { return __uint_as_float(__float_as_uint(x) & 0xFFFFE000u); }
 __device__ inline float low_half(u32 w) { return __uint_as_float(w << 16); }
 __device__ inline float high_half(u32 w) { return __uint_as_float(w & 0xFFFF0000u); }
 __device__ inline u32 word(const uint4& v, int i) {
@@ -184,194 +208,169 @@ __device__ inline void coefficients(const Site& p, const float* sums, int row, i
   }
 }
 
-template <int MT>
-constexpr int kStagesOf = MT == 4 ? 3 : 2;  // of weights
-
-template <int MT>
+template <int MT, int KT>
 int shared_bytes(int leaves) {
-  const int split = kWarps / MT, tokens = 16 * MT;
-  return 2 * kRingStage + kStagesOf<MT> * split * kWeights + leaves * 2 * kThreads * 16 +
-         (split - 1) * tokens * 26 * 4 + tokens * 4 + kWarps * kSums * 4;
+  const int tokens = 16 * MT;
+  return kStages * KT * kWeights + leaves * 2 * 32 * MT * KT * 16 + tokens * kCoefficients * 4 +
+         (KT - 1) * tokens * 26 * 4 + tokens * 4 + MT * KT * kSums * 4 + kStages * KT * 8;
 }
 
-// MT warps side by side over tokens, 8 / MT over channels.
-template <int MT>
-__global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
-  constexpr int kSplit = kWarps / MT, kTokens = 16 * MT, kStages = kStagesOf<MT>;
+// MT warps side by side over tokens, KT over channels; AHEAD: both chunks of a unit are asked for
+// before the first is used.
+template <int MT, int KT, bool AHEAD>
+__global__ void __launch_bounds__(32 * MT * KT, 1) site_kernel(const Site p) {
+  constexpr int kThreads = 32 * MT * KT, kTokens = 16 * MT;
   SHARED(memory);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, c = lane % 4;
   const int m = warp % MT, k = warp / MT;
   const int slice = blockIdx.x % p.slices, group = blockIdx.x / p.slices;
   const int num_groups = gridDim.x / p.slices;
-  const int leaves = kChunks / p.slices / kSplit;
+  const int leaves = kChunks / p.slices / KT;
   const int first_chunk = slice * (kChunks / p.slices) + k * leaves;
-  unsigned char* ring = memory;
-  unsigned char* weights = ring + 2 * kRingStage;
-  unsigned char* mixed = weights + kStages * kSplit * kWeights;
-  float* partial = reinterpret_cast<float*>(mixed + leaves * 2 * kThreads * 16);
-  float* factor = partial + (kSplit - 1) * kTokens * 26;
+  unsigned char* weights = memory;
+  unsigned char* mixed = weights + kStages * KT * kWeights;
+  float* coefs = reinterpret_cast<float*>(mixed + leaves * 2 * kThreads * 16);
+  float* partial = coefs + kTokens * kCoefficients;
+  float* factor = partial + (KT - 1) * kTokens * 26;
   float* totals = factor + kTokens;
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(totals + MT * KT * kSums) + k * kStages;
 
-  auto fetch_rows = [&](int tile, int i) {
-    unsigned char* stage = ring + i % 2 * kRingStage;
-    const int channel = (first_chunk + i) * kChunk + c * 8;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = min(tile * kTokens + m * 16 + lane / 4 + 8 * r, p.num_rows - 1);
-      const u16* from = p.h + static_cast<int64_t>(row) * kStreams * kWidth + channel;
-#pragma unroll
-      for (int j = 0; j < kStreams; ++j) {
-        copy16(stage + ((r * 5 + j) * kThreads + tid) * 16, from + j * kWidth);
-      }
-      copy16(stage + ((r * 5 + 4) * kThreads + tid) * 16,
-             p.y + static_cast<int64_t>(row) * kWidth + channel);
-    }
+  // Projections of chunks come in order, tile after tile; a warp of those that share them asks.
+  const int my_tiles = p.tiles > group ? (p.tiles - group + num_groups - 1) / num_groups : 0;
+  const bool asks = m == 0 && lane == 0;
+  auto ask = [&](int turn) {
+    if (turn >= my_tiles * leaves) return;
+    const int chunk = first_chunk + turn % leaves, stage = turn % kStages;
+    bulk_copy(weights + (stage * KT + k) * kWeights, p.fn + static_cast<int64_t>(chunk) * (kWeights / 2),
+              kWeights, barriers + stage);
   };
-  auto fetch_weights = [&](int i) {
-    unsigned char* stage = weights + (i % kStages * kSplit + k) * kWeights;
-    const float* from = p.fn + (first_chunk + i) * kChunk;
-    // 96 rows (stream, output) of 8 pieces; a piece trades places by its row's last bit.
-    for (int piece = m * 32 + lane; piece < kStreams * kOut * 8; piece += MT * 32) {
-      const int at = piece / 8, part = piece % 8, j = at / kOut, n = at % kOut;
-      copy16(stage + at * 128 + ((part ^ (n & 1)) << 4),
-             from + n * (kStreams * kWidth) + j * kWidth + part * 4);
-    }
-  };
-  // What is under way when a tile begins: rows of two chunks, weights of all stages but one.
-  auto begin = [&](int tile) {
-    fetch_rows(tile, 0);
-    fetch_weights(0);
-    if (kStages == 3) copies_end();
-    if (leaves > 1) fetch_rows(tile, 1);
-    if (kStages == 3 && leaves > 1) fetch_weights(1);
-    copies_end();
-  };
-
-  if (group < p.tiles) begin(group);
+  if (asks) {
+    for (int i = 0; i < kStages; ++i) barrier_begin(barriers + i);
+    barriers_seen();
+    for (int i = 0; i < kStages; ++i) ask(i);
+  }
+  int turn = 0;
   for (int tile = group; tile < p.tiles; tile += num_groups) {
-    Four post[2], pre[2], comb[2][4];
+    __syncthreads();
+    for (int i = tid; i < kTokens * kCoefficients; i += kThreads) {
+      const int row = min(tile * kTokens + i / kCoefficients, p.num_rows - 1), at = i % kCoefficients;
+      coefs[i] = at < 4 ? p.post[row * 4 + at]
+                        : at < 8 ? p.pre[row * 4 + at - 4] : p.comb[row * 16 + at - 8];
+    }
+    const u16* rows[2];
+    const u16* outputs[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = min(tile * kTokens + m * 16 + lane / 4 + 8 * r, p.num_rows - 1);
-      post[r].load(p.post + row * 4);
-      pre[r].load(p.pre + row * 4);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) comb[r][i].load(p.comb + row * 16 + i * 4);
+      rows[r] = p.h + static_cast<int64_t>(row) * kStreams * kWidth + first_chunk * kChunk + c * 8;
+      outputs[r] = p.y + static_cast<int64_t>(row) * kWidth + first_chunk * kChunk + c * 8;
     }
-    float leaf[16], one[16], two[16], four[16];
-    for (int i = 0; i < leaves; ++i) {
-      copies_wait<kStages == 3 ? 1 : 0>();
-      __syncthreads();
-      uint4 v[2][5];
-      {
-        const unsigned char* stage = ring + i % 2 * kRingStage;
+    __syncthreads();
+    float leaf[16], total[16];
+    for (int unit = 0; unit < leaves; unit += kUnit) {
+      float acc[3][4] = {};
+      float squares[4] = {};  // streams of both rows, then inputs
+      uint4 v[AHEAD ? kUnit : 1][2][5];
+      auto read = [&](int i, uint4 (&to)[2][5]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
-          for (int j = 0; j < 5; ++j) {
-            v[r][j] = *reinterpret_cast<const uint4*>(stage + ((r * 5 + j) * kThreads + tid) * 16);
+          for (int j = 0; j < kStreams; ++j) {
+            to[r][j] = load_once(rows[r] + (unit + i) * kChunk + j * kWidth);
           }
+          to[r][4] = load_once(outputs[r] + (unit + i) * kChunk);
         }
+      };
+      if (AHEAD) {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) read(i, v[AHEAD ? i : 0]);
       }
-      if (i + 2 < leaves) fetch_rows(tile, i + 2);
-      if (i + kStages - 1 < leaves) fetch_weights(i + kStages - 1);
-      copies_end();
-      const unsigned char* fn = weights + (i % kStages * kSplit + k) * kWeights;
+#pragma unroll(AHEAD ? kUnit : 1)
+      for (int i = 0; i < kUnit; ++i, ++turn) {
+        uint4(&w)[2][5] = v[AHEAD ? i : 0];
+        if (!AHEAD) read(i, w);
 #pragma unroll
-      for (int n = 0; n < 16; ++n) leaf[n] = 0.f;
-      float acc[3][4] = {};
+        for (int r = 0; r < 2; ++r) {
+          const float* own = coefs + (m * 16 + lane / 4 + 8 * r) * kCoefficients;
+          Four post, pre, comb[4];
+          post.load(own);
+          pre.load(own + 4);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float a[2][4][4];  // of two steps: stream, place in the instruction
+          for (int j = 0; j < 4; ++j) comb[j].load(own + 8 + 4 * j);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int q = 2 * half + e;
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float y0 = low_half(word(v[r][4], q)), y1 = high_half(word(v[r][4], q));
+          for (int q = 0; q < 4; ++q) {
+            const float y0 = low_half(word(w[r][4], q)), y1 = high_half(word(w[r][4], q));
             float h0[4], h1[4], x0 = 0.f, x1 = 0.f;
 #pragma unroll
             for (int s = 0; s < 4; ++s) {
-              h0[s] = low_half(word(v[r][s], q)), h1[s] = high_half(word(v[r][s], q));
+              h0[s] = low_half(word(w[r][s], q)), h1[s] = high_half(word(w[r][s], q));
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-              float n0 = comb[r][0].at[j] * h0[0], n1 = comb[r][0].at[j] * h1[0];
+              float n0 = comb[0].at[j] * h0[0], n1 = comb[0].at[j] * h1[0];
 #pragma unroll
               for (int s = 1; s < 4; ++s) {
-                n0 = fmaf(comb[r][s].at[j], h0[s], n0), n1 = fmaf(comb[r][s].at[j], h1[s], n1);
+                n0 = fmaf(comb[s].at[j], h0[s], n0), n1 = fmaf(comb[s].at[j], h1[s], n1);
               }
-              n0 = fmaf(post[r].at[j], y0, n0), n1 = fmaf(post[r].at[j], y1, n1);
+              n0 = fmaf(post.at[j], y0, n0), n1 = fmaf(post.at[j], y1, n1);
               const u32 both = bf16_pair(n0, n1);
-              set_word(v[r][j], q, both);
+              set_word(w[r][j], q, both);
               const float f0 = low_half(both), f1 = high_half(both);
-              a[e][j][r] = f0, a[e][j][2 + r] = f1;
-              leaf[12 + r] = fmaf(f0, f0, fmaf(f1, f1, leaf[12 + r]));
-              x0 = fmaf(pre[r].at[j], f0, x0), x1 = fmaf(pre[r].at[j], f1, x1);
+              squares[r] = fmaf(f0, f0, fmaf(f1, f1, squares[r]));
+              x0 = fmaf(pre.at[j], f0, x0), x1 = fmaf(pre.at[j], f1, x1);
             }
             const u32 both = bf16_pair(x0, x1);
-            set_word(v[r][4], q, both);
+            set_word(w[r][4], q, both);
             const float f0 = low_half(both), f1 = high_half(both);
-            leaf[14 + r] = fmaf(f0, f0, fmaf(f1, f1, leaf[14 + r]));
+            squares[2 + r] = fmaf(f0, f0, fmaf(f1, f1, squares[2 + r]));
           }
+          const int row = tile * kTokens + m * 16 + lane / 4 + 8 * r;
+          if (row < p.num_rows) {
+            u16* to = p.streams + (rows[r] - p.h) + (unit + i) * kChunk;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(to + j * kWidth) = w[r][j];
+          }
+          *reinterpret_cast<uint4*>(mixed + (((unit + i) * 2 + r) * kThreads + tid) * 16) = w[r][4];
         }
+        const int stage = turn % kStages;
+        barrier_wait(barriers + stage, turn / kStages & 1);
+        const unsigned char* fn = weights + (stage * KT + k) * kWeights + (lane / 4) * 64 + c * 16;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
-          for (int t = 0; t < 3; ++t) {
-            const int n = t * 8 + lane / 4;
-            const float4 w = *reinterpret_cast<const float4*>(
-                fn + (j * kOut + n) * 128 + (((c * 2 + half) ^ (n & 1)) << 4));
-            const float b[4] = {w.x, w.y, w.z, w.w};
-            float rest[4];
+          for (int part = 0; part < 2; ++part) {
+            uint4 b[3];
 #pragma unroll
-            for (int s = 0; s < 4; ++s) rest[s] = b[s] - high_part(b[s]);
+            for (int t = 0; t < 3; ++t) {
+              b[t] = *reinterpret_cast<const uint4*>(fn + ((j * 2 + part) * kOut + t * 8) * 64);
+            }
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              multiply(acc[t], a[e][j], b[2 * e], b[2 * e + 1]);
-              multiply(acc[t], a[e][j], rest[2 * e], rest[2 * e + 1]);
+            for (int t = 0; t < 3; ++t) {
+              multiply(acc[t], w[0][j].x, w[1][j].x, w[0][j].y, w[1][j].y, b[t].x, b[t].y);
+            }
+#pragma unroll
+            for (int t = 0; t < 3; ++t) {
+              multiply(acc[t], w[0][j].z, w[1][j].z, w[0][j].w, w[1][j].w, b[t].z, b[t].w);
             }
           }
         }
-      }
-      const int channel = (first_chunk + i) * kChunk + c * 8;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = tile * kTokens + m * 16 + lane / 4 + 8 * r;
-        if (row < p.num_rows) {
-          u16* to = p.streams + static_cast<int64_t>(row) * kStreams * kWidth + channel;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(to + j * kWidth) = v[r][j];
-        }
-        *reinterpret_cast<uint4*>(mixed + ((i * 2 + r) * kThreads + tid) * 16) = v[r][4];
+        meet(1 + k, 32 * MT);
+        if (asks) ask(turn + kStages);
       }
 #pragma unroll
       for (int n = 0; n < 12; ++n) leaf[n] = acc[n / 4][n % 4];
 #pragma unroll
-      for (int n = 12; n < 16; ++n) {
-        leaf[n] += __shfl_xor_sync(kFull, leaf[n], 1);
-        leaf[n] += __shfl_xor_sync(kFull, leaf[n], 2);
+      for (int n = 0; n < 4; ++n) {
+        float sum = squares[n];
+        sum += __shfl_xor_sync(kFull, sum, 1);
+        sum += __shfl_xor_sync(kFull, sum, 2);
+        leaf[12 + n] = sum;
       }
-      // Pairs, pairs of pairs, ...; the last turn leaves the sum of all in `leaf`.
 #pragma unroll
-      for (int n = 0; n < 16; ++n) {
-        if (!(i & 1)) {
-          one[n] = leaf[n];
-        } else {
-          leaf[n] += one[n];
-          if (!(i & 2)) {
-            two[n] = leaf[n];
-          } else {
-            leaf[n] += two[n];
-            if (!(i & 4)) {
-              four[n] = leaf[n];
-            } else {
-              leaf[n] += four[n];
-            }
-          }
-        }
-      }
+      for (int n = 0; n < 16; ++n) total[n] = unit ? total[n] + leaf[n] : leaf[n];
     }
+#pragma unroll
+    for (int n = 0; n < 16; ++n) leaf[n] = total[n];
 
     // Warps over the same tokens, then everybody's sums to memory.
     const int token = m * 16 + lane / 4;
@@ -379,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       return (token + (n >= 12 ? (n - 12) % 2 : n / 2 % 2) * 8) * 26 +
              (n >= 12 ? kOut + (n - 12) / 2 : n / 4 * 8 + 2 * c + n % 2);
     };
-    if (kSplit > 1) {
+    if (KT > 1) {
       if (k > 0) {
 #pragma unroll
         for (int n = 0; n < 16; ++n) {
@@ -392,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
         for (int n = 0; n < 16; ++n) {
           const float* other = partial + place(n);
           leaf[n] += other[0];
-          if (kSplit == 4) leaf[n] += other[kTokens * 26] + other[2 * kTokens * 26];
+          if (KT == 4) leaf[n] += other[kTokens * 26] + other[2 * kTokens * 26];
         }
       }
     }
@@ -411,7 +410,6 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
     }
     __syncthreads();
     if (tid == 0) count_in(p.counters + tile);
-    if (tile + num_groups < p.tiles) begin(tile + num_groups);
     if (tid == 0) wait_for(p.counters + tile, p.slices);
     __syncthreads();
 
@@ -446,29 +444,23 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       }
     }
     if (owns) coefficients(p, totals + warp * kSums, tile * kTokens + own, lane);
-    __syncthreads();  // before the next tile's partial sums
   }
 }
 
-template <int MT>
-int run(Site p, int groups, cudaStream_t stream, int cooperative) {
-  const int leaves = kChunks / p.slices / (kWarps / MT), bytes = shared_bytes<MT>(leaves);
+template <int MT, int KT, bool AHEAD>
+int run(Site p, int groups, cudaStream_t stream) {
+  constexpr int kThreads = 32 * MT * KT;
+  const int leaves = kChunks / p.slices / KT, bytes = shared_bytes<MT, KT>(leaves);
   p.tiles = (p.num_rows + 16 * MT - 1) / (16 * MT);
   const dim3 grid(static_cast<unsigned>(groups * p.slices));
 #ifdef HOST_TWIN
-  host::launch_together(grid, dim3(kThreads), bytes, [&] { site_kernel<MT>(p); });
+  host::launch_together(grid, dim3(kThreads), bytes, [&] { site_kernel<MT, KT, AHEAD>(p); });
   return 0;
 #else
-  auto kernel = site_kernel<MT>;
-  cudaError_t status =
+  auto kernel = site_kernel<MT, KT, AHEAD>;
+  const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return static_cast<int>(status);
-  if (cooperative) {
-    void* arguments[] = {&p};
-    status = cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), grid,
-                                         dim3(kThreads), arguments, bytes, stream);
-    return static_cast<int>(status);
-  }
   kernel<<<grid, kThreads, bytes, stream>>>(p);
   return static_cast<int>(cudaGetLastError());
 #endif
@@ -476,21 +468,21 @@ int run(Site p, int groups, cudaStream_t stream, int cooperative) {
 
 }  // namespace
 
-// Streams, outputs and the norm's weight are bf16, coefficients fp32. `side` warps over tokens: 2
-// or 4, tiles of 32 or 64; slices 10, 20 or 40; slices * groups blocks, no more than the card runs
-// at once. sums, squares: room for [tiles, slices, tile, 28] and [tiles, slices, tile] floats.
+// Streams, outputs and the norm's weight are bf16, coefficients fp32; fn as `Site` says. `form`: 0 =
+// tiles of 32 tokens, 4 warps, 40 slices; 1 = 32 tokens, 8 warps, 10 or 20; 2 = 64 tokens, 16 warps,
+// 10. slices * groups blocks, no more than the card runs at once. sums, squares: room for [tiles,
+// slices, tile, 28] and [tiles, slices, tile] floats.
 extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight, const void* post,
                           const void* comb, const void* pre, const void* fn, const void* scale,
                           const void* base, void* streams, void* x, void* new_pre, void* new_post,
                           void* new_comb, void* sums, void* squares, void* counters,
-                          long long num_rows, long long side, long long slices, long long groups,
-                          long long iters, double norm_eps, double hc_eps, long long cooperative,
-                          cudaStream_t stream) {
+                          long long num_rows, long long form, long long slices, long long groups,
+                          long long iters, double norm_eps, double hc_eps, cudaStream_t stream) {
   Site p;
   p.h = static_cast<const u16*>(h), p.y = static_cast<const u16*>(y);
   p.norm_weight = static_cast<const u16*>(norm_weight);
   p.post = static_cast<const float*>(post), p.comb = static_cast<const float*>(comb);
-  p.pre = static_cast<const float*>(pre), p.fn = static_cast<const float*>(fn);
+  p.pre = static_cast<const float*>(pre), p.fn = static_cast<const u16*>(fn);
   p.scale = static_cast<const float*>(scale), p.base = static_cast<const float*>(base);
   p.streams = static_cast<u16*>(streams), p.x = static_cast<u16*>(x);
   p.new_pre = static_cast<float*>(new_pre), p.new_post = static_cast<float*>(new_post);
@@ -500,6 +492,8 @@ extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight,
   p.num_rows = static_cast<int>(num_rows), p.slices = static_cast<int>(slices);
   p.iters = static_cast<int>(iters);
   p.norm_eps = static_cast<float>(norm_eps), p.hc_eps = static_cast<float>(hc_eps);
-  const int blocks = static_cast<int>(groups), together = static_cast<int>(cooperative);
-  return side == 4 ? run<4>(p, blocks, stream, together) : run<2>(p, blocks, stream, together);
+  const int blocks = static_cast<int>(groups);
+  if (form == 0) return run<2, 2, true>(p, blocks, stream);
+  if (form == 1) return run<2, 4, true>(p, blocks, stream);
+  return run<4, 4, false>(p, blocks, stream);
 }
