@@ -312,7 +312,7 @@ def _start(
             own = f"{kind}:{int(first) + rank}" if colon else device
             told = Started(rank, world, port, model, own, dict(config.to_dotted()))
             child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "deepinfer.cluster.worker"],
+                [sys.executable, "-P", "-m", "deepinfer.replicas.worker"],
                 stdin=subprocess.PIPE,
                 stdout=2,  # what is printed by mistake is no result
                 env=env,

@@ -1,4 +1,4 @@
-"""A rank that another process of ours has started: `python -m deepinfer.cluster.worker`.
+"""A rank that another process of ours has started: `python -m deepinfer.replicas.worker`.
 
 The first line of its input says which rank it is; the input stays open as long as its parent lives.
 """

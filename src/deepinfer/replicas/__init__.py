@@ -1,0 +1,1 @@
+"""Whole engines as processes: a rank of ours, and replicas on Ray."""
