@@ -11,11 +11,19 @@ from deepinfer.kernels.cache_io import PagedCache
 from deepinfer.kernels.contract import check
 from deepinfer.kernels.paged_attention import reference
 
-__all__ = ["paged_attention"]
+__all__ = ["paged_attention", "reads_packed"]
 
 _Impl = Callable[
     [Tensor, PagedCache, Tensor, PagedCache | None, Tensor | None, Tensor, float, bool], Tensor
 ]
+
+
+def reads_packed(choice: str, heads: int, dim: int, rounded: bool) -> bool:
+    """Whether an implementation reads packed entries itself, so that many rows need no memory.
+
+    The others load every row's entries first, which suits the few rows of a decode step.
+    """
+    return choice.startswith("sm90") and rounded and (heads, dim) == (64, 512)
 
 
 def paged_attention(

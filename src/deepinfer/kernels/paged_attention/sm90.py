@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -9,7 +14,6 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvcc
-from deepinfer.kernels.paged_attention import triton
 
 if TYPE_CHECKING:
     from deepinfer.kernels.cache_io import PagedCache
@@ -17,8 +21,37 @@ if TYPE_CHECKING:
 SOURCE: Final = Path(__file__).with_suffix(".cu")
 HEADS: Final = 64
 DIM: Final = 512
+_TILE: Final = 64  # slots that a block of threads takes at once
+_ROW_TILES: Final = 3  # what beginning and ending a row costs, in tiles
 _CODE_BYTES: Final = {"window_fp8": 512, "main_fp4": 256}
 _ENTRY_BYTES: Final = {"window_fp8": 528, "main_fp4": 288}
+
+
+def paged_attention(
+    q: Tensor,
+    window: PagedCache,
+    window_idx: Tensor,
+    main: PagedCache | None,
+    main_idx: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    round_weights: bool,
+    shares: int = 0,
+) -> Tensor:
+    """As the reference, but for where weights round; other dims and formats take Triton.
+
+    shares  blocks of threads that take a row; 0 = by the number of rows, so that a row's bits
+            depend on its batch
+    """
+    if not accepts(q, window, main, main_idx, round_weights):
+        portable = import_module("deepinfer.kernels.paged_attention.triton").paged_attention
+        out: Tensor = portable(q, window, window_idx, main, main_idx, sink, scale, round_weights)
+        return out
+    if not shares:
+        tiles = math.ceil(window_idx.shape[1] / _TILE)
+        tiles += 0 if main_idx is None else math.ceil(main_idx.shape[1] / _TILE)
+        shares = best_shares(q.shape[0], tiles, _rows_at_once(q.device.index))
+    return attend(q, window, window_idx, main, main_idx, sink, scale, shares)
 
 
 def accepts(
@@ -47,22 +80,25 @@ def _packed(cache: PagedCache, form: str) -> bool:
     )
 
 
-def paged_attention(
-    q: Tensor,
-    window: PagedCache,
-    window_idx: Tensor,
-    main: PagedCache | None,
-    main_idx: Tensor | None,
-    sink: Tensor,
-    scale: float,
-    round_weights: bool,
-) -> Tensor:
-    """As the reference, but for where weights round; other dims and formats take Triton."""
-    if not accepts(q, window, main, main_idx, round_weights):
-        return triton.paged_attention(
-            q, window, window_idx, main, main_idx, sink, scale, round_weights
-        )
-    return attend(q, window, window_idx, main, main_idx, sink, scale, 1)
+def best_shares(num_rows: int, tiles: int, at_once: Sequence[int]) -> int:
+    """Return how many blocks of threads take a row: the fewest that end first.
+
+    at_once  rows that the card takes at a time with 1, 2, ... blocks a row
+    """
+
+    def cost(shares: int) -> int:
+        rounds = math.ceil(num_rows / max(1, at_once[shares - 1]))
+        return rounds * (_ROW_TILES + math.ceil(tiles / shares))
+
+    return min(range(1, len(at_once) + 1), key=cost)
+
+
+@cache
+def _rows_at_once(device: int | None) -> tuple[int, ...]:
+    with torch.cuda.device(device):
+        fitting = nvcc.load(SOURCE).paged_attention_rows
+        whole = torch.cuda.get_device_properties(device).multi_processor_count
+        return whole, *(fitting(ctypes.c_longlong(shares)) for shares in (2, 3, 4))
 
 
 def attend(

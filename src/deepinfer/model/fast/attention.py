@@ -8,6 +8,7 @@ from torch import Tensor
 from deepinfer.config import LayerConfig
 from deepinfer.kernels.attention.reference import SLOT_BLOCK
 from deepinfer.kernels.cache_io import PagedCache
+from deepinfer.kernels.paged_attention import reads_packed
 from deepinfer.kernels.rows import ROW_BLOCK
 from deepinfer.model.fast.compressor import compress_step
 from deepinfer.model.fast.indexer import gather_selected, select, selected_entries
@@ -75,9 +76,11 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
     rotation = step.rotation[layer.ratio > 0]
     latent, q, kv = project(step, weights, x, rotation)
     window = step.caches.windows[layer.layer_id]
-    paged = step.inputs.decode and step.inputs.paged
-    if paged:
+    paged = step.inputs.paged and (step.inputs.decode or _reads_packed(step, window))
+    if paged and step.inputs.decode:
         store_window(step, window, kv)
+    elif paged:
+        window = pack_window(step, window, kv)
     else:
         window_kv, window_idx = read_window(step, window, kv)
     main_kv = main_idx = None
@@ -89,7 +92,7 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
         if not paged:
             main_kv, main_idx = gather_selected(step, layer.kv_source, layer.index_source)
     if paged:
-        out = _attend_pages(step, layer, weights, q)
+        out = _attend_pages(step, layer, weights, q, window)
         return project_output(step, weights, out, rotation)
     out = ops.sparse_attention(
         q,
@@ -104,15 +107,17 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
     return project_output(step, weights, out, rotation)
 
 
-def _attend_pages(step: Step, layer: LayerConfig, weights: AttentionWeights, q: Tensor) -> Tensor:
-    """Attend to entries where they lie: the rings, and the pages of the layer's source."""
+def _attend_pages(
+    step: Step, layer: LayerConfig, weights: AttentionWeights, q: Tensor, window: PagedCache
+) -> Tensor:
+    """Attend to packed entries: the window's, and those in the pages of the layer's source."""
     main = main_idx = None
     if layer.kv_source is not None and layer.index_source is not None:
         main = step.caches.main[layer.kv_source]
         main_idx = selected_entries(step, layer.kv_source, layer.index_source)
     return step.ops.paged_attention(
         q,
-        step.caches.windows[layer.layer_id],
+        window,
         step.inputs.window_slots,
         main,
         main_idx,
@@ -164,6 +169,37 @@ def read_window(step: Step, cache: PagedCache, kv: Tensor) -> tuple[Tensor, Tens
         pieces.append(history[b * window : (b + 1) * window])
         pieces.append(new[first[b] : first[b + 1]])
     return torch.cat(pieces), inputs.window_slots
+
+
+def pack_window(step: Step, cache: PagedCache, kv: Tensor) -> PagedCache:
+    """As `read_window` in a prefill, but packed: one block that `window_slots` points into."""
+    ops, inputs = step.ops, step.inputs
+    window, size = step.config.sliding_window, cache.codes.stride(1)
+    blocks, entries, code_bytes = cache.codes.shape
+    rings = cache.codes.as_strided((blocks, entries, size), (cache.codes.stride(0), size, 1))
+    held = inputs.window_load.clamp(min=0)  # of positions before the first: any entry
+    history = rings[held // entries, held % entries]
+    kv = shared_window(step, kv)
+    first = inputs.cu_rows if inputs.context is None else inputs.context.window_cu
+    store_window(step, cache, kv)
+    packed = history.new_empty(1, history.shape[0] + kv.shape[0], size)
+    places: list[Tensor] = []
+    for b in range(inputs.num_sequences):
+        begin = b * window + first[b]
+        packed[0, begin : begin + window] = history[b * window : (b + 1) * window]
+        rows = (begin + window, begin + window + first[b + 1] - first[b])
+        places.append(torch.arange(*rows, device=kv.device))
+    seen = PagedCache(packed[..., :code_bytes], packed[..., code_bytes:], cache.format, cache.dim)
+    ops.cache_store(seen, kv, torch.cat(places))
+    return seen
+
+
+def _reads_packed(step: Step, cache: PagedCache) -> bool:
+    """Whether prefill may attend to packed entries: where no row's entries are loaded first."""
+    config, choice = step.config, step.ops.choices["paged_attention"]
+    return cache.format == "window_fp8" and reads_packed(
+        choice.name, config.num_attention_heads, config.head_dim, step.numerics.quantize
+    )
 
 
 def _reads_runs(step: Step) -> bool:
