@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from deepinfer.cache.blocks import BlockPool
+from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.live import live_shapes
 from deepinfer.cache.prefix import PrefixCache
 from deepinfer.cache.slots import SlotPool
@@ -46,7 +47,7 @@ from deepinfer.dialog.chat import (
 )
 from deepinfer.engine.calibrate import make_drafter, make_planner
 from deepinfer.engine.commit import Gate
-from deepinfer.engine.device_runner import DeviceRunner, make_runner
+from deepinfer.engine.device_runner import DeviceRunner, make_runner, settle
 from deepinfer.engine.driver import EngineDriver
 from deepinfer.engine.effective import cpu_threads, overlaps
 from deepinfer.engine.executor import Executor, InProcessExecutor
@@ -66,7 +67,7 @@ from deepinfer.engine.request import Chunk, Completion, FinishReason, Request, S
 from deepinfer.engine.runner import Runner, host_rows
 from deepinfer.engine.scheduler import Limits, Scheduler
 from deepinfer.engine.shapes import Shapes, fill_matchers
-from deepinfer.engine.sizing import Sizes, token_budgets
+from deepinfer.engine.sizing import Sizes, max_rollback, token_budgets
 from deepinfer.engine.snapshot import ResumedGate, State, contradictions, fingerprint, mismatches
 from deepinfer.engine.speculation import check_speculation
 from deepinfer.engine.state import SlotState
@@ -316,6 +317,9 @@ class LLM:
             with_drafts=config.speculation.num_drafts > 0,
             ranks=self._expert_ranks(),
         )
+        if device.type != "cpu":
+            tokens, rollback = config.cache.tokens_per_block, max_rollback(config)
+            settle(model, CacheLayout.build(model_config, config.numerics.mode, tokens, rollback))
         plan = plan_caches(
             config,
             model_config,

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 
 import deepinfer.llm
-from deepinfer.engine.device_runner import DeviceRunner
-from deepinfer.engine.graphs import bound_bucket, row_bucket
+from deepinfer.engine.device_runner import DeviceRunner, settle
+from deepinfer.engine.graphs import GraphCache, StepKey, bound_bucket, row_bucket
 from deepinfer.engine.request import Completion, SamplingParams
 from deepinfer.llm import LLM
 
@@ -49,7 +50,7 @@ def outcome(result: Completion) -> tuple[object, ...]:
 
 def requests(plain: bool) -> tuple[list[list[int]], list[SamplingParams]]:
     rng = np.random.default_rng(5)
-    prompts = [rng.integers(3, 280, n).tolist() for n in (1, 2, 31, 127, 128, 129, 40)]
+    prompts = [rng.integers(3, 280, n).tolist() for n in (1, 31, 128, 129)]
     params = [
         SamplingParams(
             temperature=(0.0, 0.7, 1.0)[i % 3],
@@ -76,7 +77,7 @@ def test_outcomes_are_those_of_the_plain_runner(
     settings = {**drafts, "scheduling.overlap": plain}
     with LLM("golden", device="cpu", config=settings) as llm:
         want = [outcome(r) for r in llm.generate(*requests(plain))]
-    llm = on_device(**settings, **{"scheduling.max_num_seqs": 5})
+    llm = on_device(**settings, **{"scheduling.max_num_seqs": 3})
     got = [outcome(r) for r in llm.generate(*requests(plain))]
     for mine, other in zip(got, want, strict=True):
         assert mine[:2] == other[:2]
@@ -94,3 +95,37 @@ def test_buckets_cover_and_waste_little() -> None:
         assert count < 64 or padded <= count * 1.25
     assert [row_bucket(n) for n in (1, 2, 3, 9, 64, 65, 129)] == [1, 2, 4, 16, 64, 80, 160]
     assert [bound_bucket(n, 512, 5000) for n in (1, 512, 513, 2049)] == [512, 512, 2048, 5000]
+
+
+def test_weights_settle_on_a_row_of_nothing() -> None:
+    with LLM("golden", device="cpu", config=DRAFTS) as llm:
+        runner = llm._loop.executor._runner
+        model, layout = runner.model, runner.layout
+        before = [runner.caches.slots.clone(), runner.caches.blocks.clone()]
+        settle(model, layout)
+        assert torch.equal(before[0], runner.caches.slots)
+        assert torch.equal(before[1], runner.caches.blocks)
+
+
+class _Recorder(GraphCache[int]):
+    """Counts recordings instead of making them."""
+
+    def _record(self, key: StepKey, work: Callable[[], int]) -> object:
+        self.num_recorded += 1
+        graph = type("Graph", (), {"replay": lambda _: None})()
+        self._graphs[key] = (graph, work())
+        return self._graphs[key]
+
+
+def test_a_step_is_recorded_at_its_second_run() -> None:
+    key = StepKey(4, 4, 512, False, False, False, "greedy")
+    ran: list[int] = []
+    cache = _Recorder(enabled=True)
+    for _ in range(4):
+        cache.run(key, lambda: ran.append(1) or len(ran))
+    assert len(ran) == 2 and cache.num_recorded == 1
+    cache.forget()
+    cache.run(key, lambda: ran.append(1) or 0)
+    assert cache.num_recorded == 2, "seen before, so recorded at once"
+    plain: GraphCache[int] = GraphCache(enabled=False)
+    assert [plain.run(key, lambda: 7) for _ in range(3)] == [7, 7, 7]

@@ -39,10 +39,11 @@ from deepinfer.engine.sizing import Sizes
 from deepinfer.engine.state import SlotState
 from deepinfer.model.fast.device_rows import device_inputs, layout_form
 from deepinfer.model.fast.inputs import ReplayMode, SequenceRows, build_inputs
+from deepinfer.model.fast.model import FastModel
 from deepinfer.sampling.sampler import Sampled, Sampler, TokenMasks
 from deepinfer.sampling.speculative import Windows, accept_equal, split_budget
 
-__all__ = ["DeviceRunner", "make_runner"]
+__all__ = ["DeviceRunner", "make_runner", "settle"]
 
 IntArray = NDArray[np.int64]
 
@@ -76,6 +77,39 @@ def make_runner(
         graphs=device.type == "cuda" and graphs != "off",
         strict=graphs == "on",
     )
+
+
+def settle(model: FastModel, layout: CacheLayout) -> None:
+    """Run one row of padding on caches of nothing, and forget it.
+
+    Kernels are compiled and weights packed at their first use: what that takes is taken before the
+    memory of caches is planned.
+    """
+    if model.ranks is not None:
+        return  # the first step of all ranks does it
+    device = model.device
+    caches = Caches.allocate(layout, 2, 2, device)
+    none = torch.zeros(1, dtype=torch.int64, device=device)
+    slots = torch.zeros(2, dtype=torch.int64, device=device)
+    table = slots.view(2, 1)
+    with torch.inference_mode():
+        inputs = device_inputs(
+            none,
+            none,
+            slots,
+            slots,
+            table[:, :0],
+            table,
+            layout_form(layout),
+            layout.tokens_per_block,
+        )
+        model.forward(inputs, caches, none)
+        if model.draft is not None:
+            model.draft.propose(caches, none, none, none)
+    del caches
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 class _Rows(NamedTuple):
