@@ -43,6 +43,6 @@ def test_prefill_on_packed_entries(
 
 
 def test_only_the_kernel_of_the_release_reads_packed_entries() -> None:
-    assert reads_packed("sm90", 64, 512, True) and reads_packed("sm90 whole", 64, 512, True)
+    assert reads_packed("cuda", 64, 512, True) and reads_packed("cuda whole", 64, 512, True)
     assert not reads_packed("triton", 64, 512, True)
-    assert not reads_packed("sm90", 8, 64, True) and not reads_packed("sm90", 64, 512, False)
+    assert not reads_packed("cuda", 8, 64, True) and not reads_packed("cuda", 64, 512, False)

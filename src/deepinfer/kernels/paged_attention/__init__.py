@@ -23,7 +23,7 @@ def reads_packed(choice: str, heads: int, dim: int, rounded: bool) -> bool:
 
     The others load every row's entries first, which suits the few rows of a decode step.
     """
-    return choice.startswith("sm90") and rounded and (heads, dim) == (64, 512)
+    return choice.startswith("cuda") and rounded and (heads, dim) == (64, 512)
 
 
 def paged_attention(
