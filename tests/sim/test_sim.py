@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deepinfer.bench.kernels import KernelRecord
 from deepinfer.bench.report import read
+from deepinfer.bench.simtimes import _LINEARS, measured_times
 from deepinfer.bench.simulation import STUDIES, interval
 from deepinfer.cli.main import main
 from deepinfer.engine.speculation import CostCurve, choose_rows
@@ -247,3 +249,24 @@ def test_every_study_is_made_of_valid_runs() -> None:
     for study in STUDIES.values():
         labels = [label for label, _ in study.lines(Settings(**study.base))]  # type: ignore[arg-type]
         assert len(labels) == len(set(labels)) > 1
+
+
+def test_measured_kernels_take_the_place_of_stated_times() -> None:
+    def record(task: str, rows: int, us: float, op: str = "x", failed: str = "") -> KernelRecord:
+        return KernelRecord(task=task, rows=rows, name="n", op=op, case="c", note="",
+                            invariant=True, us=us, failed=failed)  # fmt: skip
+
+    records = [record(task, rows, rows / 4) for task in _LINEARS for rows in (32, 128)]
+    records += [record("dense wq_b", 512, 9.0), record("hyper site", 32, 7.0)]
+    records += [record("hyper site", 32, 1.0, op=""), record("hyper site", 32, 1.0, failed="no")]
+    rng = np.random.default_rng(0)
+    even = np.full(48, 1 / 48)
+    for rows in (24, 192, 768, 3072, 24576):
+        drawn = rng.multinomial(rows, even, 16).astype(np.float32)[..., None]
+        records.append(record("experts both", rows, 1.4 * float(TIMES.experts(drawn).mean())))
+    times, told = measured_times(TIMES, records)
+    assert times.curves["linears"](128) == 6 * 32 and times.curves["linears"].rows == (32, 128)
+    assert times.curves["hyper"](32) == 14 and times.curves["hyper"](64) == 28
+    assert times.curves["attend"] is TIMES.curves["attend"]
+    assert times.experts_fit.read_us == pytest.approx(1.4 * TIMES.experts_fit.read_us, rel=0.1)
+    assert len(told) == 3

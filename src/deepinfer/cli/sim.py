@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from deepinfer.bench.report import append
+from deepinfer.bench.simtimes import measured_times, read_kernels
 from deepinfer.bench.simulation import (
     STUDIES,
     interval,
@@ -44,6 +45,11 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         epilog="settings: " + "; ".join(_described()),
     )
     one.add_argument("--config", metavar="FILE", help="settings as TOML, JSON or YAML")
+    one.add_argument(
+        "--kernels",
+        metavar="FILE",
+        help="kernel times as `deepinfer bench kernels` keeps them take the place of stated ones",
+    )
     one.add_argument("--json", action="store_true", help="print every value as JSON")
     study = forms.add_parser(
         "study",
@@ -83,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         raise UsageError(str(error)) from error
     times = load_times(settings.device)
+    if args.kernels is not None:
+        times, told = measured_times(times, read_kernels(Path(args.kernels).expanduser()))
+        note("measured: " + ("; ".join(told) or "nothing that a step takes"))
     found = [simulate(settings, seed, times).values() for seed in range(args.seeds)]
     if args.json:
         print(json.dumps({key: [each[key] for each in found] for key in found[0]}))

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from deepinfer.errors import ConfigError
 
-__all__ = ["Curve", "Fabric", "Times", "distinct_ranks", "load_times"]
+__all__ = ["Curve", "Experts", "Fabric", "Times", "distinct_ranks", "load_times"]
 
 Floats = NDArray[np.floating]
 
@@ -148,18 +148,20 @@ class Times:
     ) -> Floats:
         """Return the time of dispatch and combine together for groups of ranks.
 
-        sent  [..., N] tokens of each rank; got  [..., N] rows that its experts receive
-        Bytes follow the expected number of distinct ranks (or nodes) that a token needs.
+        sent  [..., N] tokens of each rank; got  [..., N] choices that its experts receive
+        A row goes out once to each distinct rank (or node) that it needs, in expectation; every
+        choice comes back unsummed, as in the engine.
         """
         if num_ranks == 1:
             return np.zeros(np.broadcast_shapes(sent.shape, got.shape)[:-1])
         reached, link = num_ranks, fabric
         if num_ranks > fabric.reach and fabric.beyond is not None:
             reached, link = -(-num_ranks // fabric.reach), fabric.beyond
-        away = distinct_ranks(reached, slots, active) * (1 - 1 / reached)
-        most = np.maximum(sent.max(axis=-1), got.max(axis=-1) / active) * away
-        each = (self.dispatch_bytes + self.combine_bytes) / link.bytes_us
-        return np.asarray(link.dispatch_us + link.combine_us + most * each)
+        beyond = 1 - 1 / reached
+        away = distinct_ranks(reached, slots, active) * beyond
+        tokens = np.maximum(sent.max(axis=-1), got.max(axis=-1) / active)
+        moved = away * self.dispatch_bytes + active * beyond * self.combine_bytes
+        return np.asarray(link.dispatch_us + link.combine_us + tokens * (moved / link.bytes_us))
 
     @cached_property
     def row_us(self) -> float:
