@@ -167,6 +167,14 @@ def run(seed: int) -> list[str]:
         if not all(torch.equal(mine, want) for mine, want in pairs):
             failures.append(f"grouping {setting}: other values")
     failures += [text for text in (token_problem(4, w, seed) for w in (32, 2080)) if text]
+    for heads, dtype in ((None, torch.float32), (3, torch.bfloat16), (20, torch.bfloat16)):
+        generator = torch.Generator().manual_seed(seed)
+        shape = (5, 48) if heads is None else (5, heads, 48)
+        x, angle = torch.randn(shape, generator=generator).to(dtype), torch.arange(60.0).view(5, 12)
+        want = implementation("rotate_tail", "triton")(x, angle.cos(), angle.sin(), True)
+        got = implementation("rotate_tail", "triton")(x, angle.cos(), angle.sin(), True, True)
+        if got is not x or not torch.equal(got, want):
+            failures.append(f"rotate_tail in place, {heads} heads: other values")
     twin = import_module("deepinfer.kernels.draw.triton")
     for setting in DRAWN:
         mine = drawn(lambda *given: twin.draw(*given, LARGEST_UNIFORM), *setting)
@@ -257,6 +265,10 @@ def compile_all(archs: list[int]) -> list[str]:
         stored("triton", *setting)
     for setting in GROUPED:
         grouped(import_module("deepinfer.kernels.grouping.triton"), *setting)
+    angle = torch.zeros(5, 12)
+    implementation("rotate_tail", "triton")(
+        torch.zeros(5, 3, 48).bfloat16(), angle, angle, True, True
+    )
     made = import_module("deepinfer.kernels.draw.triton")
     drawn(lambda *given: made.draw(*given, LARGEST_UNIFORM), *DRAWN[0])
     made.log_sum_exp(torch.randn(2, 300))

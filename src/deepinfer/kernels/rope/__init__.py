@@ -35,14 +35,16 @@ def rotate_tail(
     cos: Tensor,
     sin: Tensor,
     inverse: bool = False,
+    reuse: bool = False,
     *,
-    impl: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = reference.rotate_tail,
+    impl: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor] = reference.rotate_tail,
 ) -> Tensor:
     """Rotate adjacent pairs of the last R dimensions; the others pass unchanged.
 
     x         [T, D] or [T, H, D]  bf16 or fp32; R = 2 * cos.shape[1] <= D
     cos, sin  [T, R/2]             fp32
     inverse   rotate by the negative angle
+    reuse     x is needed no more: an implementation may turn it where it lies and return it
     returns   shape and dtype of x; only rotated dimensions are rounded again
     Source: backbone specification, 3.3 and 3.6.
     """
@@ -51,4 +53,4 @@ def rotate_tail(
             f"rotate_tail: x has shape {tuple(x.shape)}, cos {tuple(cos.shape)}; expected [T, D] "
             "or [T, H, D] and [T, R/2] with R <= D"
         )
-    return impl(x, cos, sin, inverse) if x.shape[0] else x
+    return impl(x, cos, sin, inverse, reuse) if x.shape[0] else x

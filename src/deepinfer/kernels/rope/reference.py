@@ -12,8 +12,10 @@ def cos_sin(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cos(angle), torch.sin(angle)
 
 
-def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate pairs (2j, 2j+1) of the tail in fp32."""
+def rotate_tail(
+    x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, reuse: bool = False
+) -> Tensor:
+    """Rotate pairs (2j, 2j+1) of the tail in fp32, on a copy."""
     dims = 2 * cos.shape[1]
     if x.ndim == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

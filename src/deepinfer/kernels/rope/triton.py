@@ -58,9 +58,42 @@ def _rotate_tail(
     tl.store(target + place + 1, narrow(even * s + odd * c, out.dtype.element_ty), held)
 
 
-def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """As the reference."""
+@triton.jit
+def _turn_tail(
+    x, cos, sin, H, D, R, row_stride, head_stride,
+    INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """HEADS vectors of a row where they lie; nothing but the tail is touched."""
+    row = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, HALF)
+    held = (head < H)[:, None] & (pair < R // 2)[None, :]
+    at = x + row * row_stride + head[:, None] * head_stride + (D - R + 2 * pair)[None, :]
+    even = tl.load(at, held, 0.0).to(tl.float32)
+    odd = tl.load(at + 1, held, 0.0).to(tl.float32)
+    c = tl.load(cos + row * (R // 2) + pair, pair < R // 2, 0.0)[None, :]
+    s = tl.load(sin + row * (R // 2) + pair, pair < R // 2, 0.0)[None, :]
+    if INVERSE:
+        s = -s
+    tl.store(at, narrow(even * c - odd * s, x.dtype.element_ty), held)
+    tl.store(at + 1, narrow(even * s + odd * c, x.dtype.element_ty), held)
+
+
+def rotate_tail(
+    x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, reuse: bool = False
+) -> Tensor:
+    """As the reference; where x may be reused, in place."""
     x = x if x.stride(-1) == 1 else x.contiguous()
+    if reuse and x.numel():
+        heads = x.shape[1] if x.ndim == 3 else 1
+        block = min(16, next_power(heads))
+        launch(
+            _turn_tail, (ceil_div(heads, block), x.shape[0]), x, cos.contiguous(),
+            sin.contiguous(), heads, x.shape[-1], 2 * cos.shape[1], x.stride(0),
+            x.stride(1) if x.ndim == 3 else 0, INVERSE=inverse, HEADS=block,
+            HALF=next_power(max(1, cos.shape[1])),
+        )  # fmt: skip
+        return x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     heads = x.shape[1] if x.ndim == 3 else 1
     dim, rotated = x.shape[-1], 2 * cos.shape[1]

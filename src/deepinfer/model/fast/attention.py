@@ -42,7 +42,7 @@ def project(
         kv = _entries(step, weights, both[:, config.q_lora_rank :], rotation)
     q = ops.fp8_linear(latent, weights.wq_b, quantize)
     q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
-    return latent, ops.rotate_tail(q, *rotation), kv
+    return latent, ops.rotate_tail(q, *rotation, reuse=True), kv
 
 
 def project_entries(step: Pass, weights: AttentionWeights, x: Tensor, rotation: Rotation) -> Tensor:
@@ -61,7 +61,7 @@ def project_output(
 ) -> Tensor:
     """Rotate outputs [T, H, D] back and project them to [T, C]."""
     ops, config = step.ops, step.config
-    out = ops.rotate_tail(out, *rotation, inverse=True)
+    out = ops.rotate_tail(out, *rotation, inverse=True, reuse=True)
     grouped = out.reshape(out.shape[0], config.o_groups, -1)
     latent = ops.grouped_linear(grouped, weights.wo_a, step.numerics.fp8_output)
     return ops.fp8_linear(latent, weights.wo_b, step.numerics.quantize)

@@ -34,7 +34,7 @@ def select(
     q = ops.fp8_linear(latent, weights.wq_b, step.numerics.quantize)
     q = torch.unflatten(q, -1, (config.index_n_heads, config.index_head_dim))
     cos, sin = step.rotation[True]
-    q = step.act_quantized(ops.rotate_tail(q, cos, sin), "act4_e8")
+    q = step.act_quantized(ops.rotate_tail(q, cos, sin, reuse=True), "act4_e8")
     head_weight = ops.dense_linear(x, weights.weights_proj, x.dtype)
     factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
     choose(step, layer, q, (head_weight.float() * factor).to(x.dtype))
