@@ -109,6 +109,7 @@ class RandomLoader(Loader):
         self.device = device
         self.keep_dense = False
         self.ranks = None
+        self.tables = None
         self.experts = experts or (0, config.n_routed_experts)
         self.seed = seed
         self.engram_rows = engram_rows
