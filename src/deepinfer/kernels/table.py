@@ -84,6 +84,31 @@ _OWN: Final[Mapping[str, tuple[Implementation, ...]]] = {
 }
 
 
+def _hopper(
+    module: str, why: str, name: str = "cuda", invariant: bool = True, chosen: bool = True
+) -> Implementation:
+    """CUDA C++ for SM90, built at its first use."""
+    return Implementation(name, module, ("sm90",), invariant, why, needs="nvcc", chosen=chosen)
+
+
+_PACKED: Final = (
+    "weights packed as tensor instructions read them; their K shared where rows are few"
+)
+_HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
+    "fp8_linear": (_hopper("linear.sm90", _PACKED, invariant=False),),
+    "grouped_linear": (_hopper("linear.sm90", _PACKED, invariant=False),),
+    "expert_linear": (
+        _hopper("expert_linear.sm90", "weights packed as tensor instructions read them, exact"),
+        _hopper(
+            "expert_linear.sm90_w4a8",
+            "products in e4m3, a power of two per row",
+            name="cuda W4A8",
+            chosen=False,
+        ),
+    ),
+}
+
+
 def _library(
     name: str, module: str, package: str, why: str, *archs: str, invariant: bool = False
 ) -> Implementation:
@@ -125,5 +150,5 @@ _PUBLISHED: Final[Mapping[str, tuple[Implementation, ...]]] = {
 }
 
 TABLE: Final[Mapping[str, tuple[Implementation, ...]]] = {
-    op: (*lines, *_PUBLISHED.get(op, ())) for op, lines in _OWN.items()
+    op: (*_HOPPER.get(op, ()), *lines, *_PUBLISHED.get(op, ())) for op, lines in _OWN.items()
 }
