@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
 from deepinfer.kernels.packed import Decoded, Packed
+from deepinfer.kernels.packed.kept import kept_fp4
 from deepinfer.kernels.packed.run import multiply
 from deepinfer.kernels.packed.triton import fold_tokens, gate_tokens
 
-__all__ = ["experts"]
+if TYPE_CHECKING:
+    from deepinfer.kernels.expert_linear import Fp4Weight
+
+__all__ = ["experts", "forms"]
+
+
+def forms(w1_w3: Fp4Weight, w2: Fp4Weight, dtype: torch.dtype, e4m3: bool) -> list[Packed] | None:
+    """Return the packed forms of both matrices, None where there is none for them.
+
+    e4m3  prefer products in e4m3; bf16 where scales lie too far apart
+    """
+    if dtype != torch.bfloat16:
+        return None
+    found = []
+    for weight in (w1_w3, w2):
+        packed = kept_fp4(weight.codes, weight.scale, Decoded.FP4_E4M3) if e4m3 else None
+        packed = packed or kept_fp4(weight.codes, weight.scale, Decoded.FP4_BF16)
+        if packed is None:
+            return None
+        found.append(packed)
+    return found
 
 
 def experts(
