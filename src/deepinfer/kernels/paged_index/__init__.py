@@ -46,7 +46,8 @@ def paged_index_score(
                  column c is entry c
     num_entries  columns without `blocks`; at most what `table` covers
     rounding     as of `index_score`
-    returns      [T, num_entries] or [T, n * block_size] fp32
+    returns      [T, num_entries] or [T, n * block_size] fp32; an implementation may return bf16
+                 where `rounding` leaves nothing that bf16 lacks, and rows further apart than long
     Equals `cache_load`, then `index_score`. Source: backbone specification, 3.4.
     """
     check(

@@ -21,7 +21,7 @@ def select_topk(
 ) -> Tensor:
     """Pick the best visible entries of each row.
 
-    scores   [T, S] fp32; -inf is never picked
+    scores   [T, S] fp32 or bf16; -inf is never picked, NaN is above every number
     visible  [T] int64, entries 0..visible-1 may be picked
     returns  [T, count] int64, ascending, -1 padded
     Source: backbone specification, 5.3.

@@ -18,8 +18,9 @@ _BLOCK = 1024
 
 @triton.jit
 def _ordered(scores):
-    """Integers 0..2^32-1 (int64) in the order of fp32 values; -0 equals 0."""
+    """Integers 0..2^32-1 (int64) in the order of fp32 values; -0 equals 0, NaN is above all."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    bits = tl.where(scores != scores, 2147483647, bits)
     return tl.where(bits < 0, -2147483649 - bits, bits) + 2147483648
 
 
@@ -35,24 +36,24 @@ def _select(scores, limit, out, S, row_stride, K, BLOCK: tl.constexpr):
         count = tl.full((), 0, tl.int64)
         for start in range(0, S, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            values = tl.load(source + place, place < end, float("-inf"))
-            kept = (_ordered(values) >= guess) & (values > float("-inf")) & (place < end)
+            values = tl.load(source + place, place < end, float("-inf")).to(tl.float32)
+            kept = (_ordered(values) >= guess) & (values != float("-inf")) & (place < end)
             count += tl.sum(kept.to(tl.int64), 0)
         least = tl.where(count >= K, guess, least)
     above = tl.full((), 0, tl.int64)
     for start in range(0, S, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        values = tl.load(source + place, place < end, float("-inf"))
-        kept = (_ordered(values) > least) & (values > float("-inf")) & (place < end)
+        values = tl.load(source + place, place < end, float("-inf")).to(tl.float32)
+        kept = (_ordered(values) > least) & (values != float("-inf")) & (place < end)
         above += tl.sum(kept.to(tl.int64), 0)
     room = K - above
     written = tl.full((), 0, tl.int64)
     equal = tl.full((), 0, tl.int64)
     for start in range(0, S, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        values = tl.load(source + place, place < end, float("-inf"))
+        values = tl.load(source + place, place < end, float("-inf")).to(tl.float32)
         rank = _ordered(values)
-        seen = (values > float("-inf")) & (place < end)
+        seen = (values != float("-inf")) & (place < end)
         tie = seen & (rank == least)
         order = equal + tl.cumsum(tie.to(tl.int64), 0)
         kept = (seen & (rank > least)) | (tie & (order <= room))
@@ -88,7 +89,7 @@ def _block_best(scores, visible, out, S, blocks, row_stride, SIZE, BLOCK: tl.con
     offset = tl.arange(0, BLOCK)
     place = block * SIZE + offset
     held = (offset < SIZE) & (place < seen) & (place < S)
-    best = tl.max(tl.load(scores + row * row_stride + place, held, float("-inf")), 0)
+    best = tl.max(tl.load(scores + row * row_stride + place, held, float("-inf")).to(tl.float32), 0)
     newest = (seen > 0) & (block * SIZE < seen) & (seen <= (block + 1) * SIZE)
     tl.store(out + row * blocks + block, tl.where(newest, float("inf"), best))
 

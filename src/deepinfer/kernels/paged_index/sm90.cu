@@ -92,7 +92,6 @@ __device__ inline u16 bf16_bits(float x) {
 __device__ inline void put(float* p, float x) { *p = x; }
 __device__ inline void put(u16* p, float x) { *p = bf16_bits(x); }
 __device__ inline float value(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
-__device__ inline float value(float x) { return x; }
 
 // Sixteen bytes of FP4 codes of one group as e5m2: words[s][h] of the four steps.
 // `shift` = place of the group below the top, 0..25; negative: the group counts as zero.
@@ -150,9 +149,9 @@ __device__ void fill(O* out, int64_t stride, int begin, int stop, int from, int 
   }
 }
 
-template <int R, typename W, typename O, int BLOCKS, bool CANDIDATES>
+template <int R, typename O, int BLOCKS, bool CANDIDATES>
 __global__ void __launch_bounds__(kThreads, BLOCKS)
-scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
+scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table,
               int64_t table_stride, const int64_t* sequence, const int64_t* visible,
               const int64_t* candidates, int num_candidates, int log_size, O* out,
               int64_t out_stride, int num_rows, int entries, int chunk) {
@@ -384,13 +383,13 @@ scores_kernel(const u16* q, const W* weight, Cache cache, const int64_t* table,
   }
 }
 
-template <int R, typename W, typename O, int BLOCKS, bool CANDIDATES>
+template <int R, typename O, int BLOCKS, bool CANDIDATES>
 int run(const void* q, const void* weight, const Cache& cache, const void* table,
         long long table_stride, const void* sequence, const void* visible, const void* candidates,
         long long num_candidates, int log_size, void* out, long long out_stride,
         long long num_rows, long long entries, long long chunk, cudaStream_t stream) {
   const int bytes = R * kHeads * (kDim + 4) + kStages * kStageBytes;
-  auto kernel = scores_kernel<R, W, O, BLOCKS, CANDIDATES>;
+  auto kernel = scores_kernel<R, O, BLOCKS, CANDIDATES>;
   const long long length = CANDIDATES ? num_candidates << log_size : entries;
 #ifndef HOST_TWIN
   if (bytes > 48 * 1024) {
@@ -402,7 +401,7 @@ int run(const void* q, const void* weight, const Cache& cache, const void* table
   const dim3 grid(static_cast<unsigned>((length + chunk - 1) / chunk),
                   static_cast<unsigned>((num_rows + R - 1) / R));
   LAUNCH(kernel, grid, dim3(kThreads), bytes, stream, static_cast<const u16*>(q),
-         static_cast<const W*>(weight), cache, static_cast<const int64_t*>(table),
+         static_cast<const u16*>(weight), cache, static_cast<const int64_t*>(table),
          static_cast<int64_t>(table_stride), static_cast<const int64_t*>(sequence),
          static_cast<const int64_t*>(visible), static_cast<const int64_t*>(candidates),
          static_cast<int>(num_candidates), log_size, static_cast<O*>(out),
@@ -417,12 +416,12 @@ int run(const void* q, const void* weight, const Cache& cache, const void* table
 
 }  // namespace
 
-// q [rows, 32, 128] bf16 on the FP4 grid, weight [rows, 32] bf16 (weight_size 2) or fp32,
+// q [rows, 32, 128] bf16 on the FP4 grid, weight [rows, 32] bf16,
 // table [sequences, width] of blocks, sequence and visible [rows], all int64;
 // out bf16 (out_size 2) or fp32 [rows, ...] with out_stride elements a row, 16-byte aligned; -inf
 // where a row sees nothing.
 // rows_each: rows that share a read of the keys: 1, 2, 4, 6 or 8. candidates null, or [rows, K].
-extern "C" int index_scores(const void* q, const void* weight, long long weight_size,
+extern "C" int index_scores(const void* q, const void* weight,
                             const void* codes, long long code_block, long long code_entry,
                             const void* scales, long long scale_block, long long scale_entry,
                             long long log_entries, const void* table, long long table_stride,
@@ -435,17 +434,15 @@ extern "C" int index_scores(const void* q, const void* weight, long long weight_
                     static_cast<const unsigned char*>(scales),
                     code_block, scale_block, static_cast<int>(code_entry),
                     static_cast<int>(scale_entry), static_cast<int>(log_entries)};
-#define RUN(W, O, R, BLOCKS, CANDIDATES)                                                        \
-  return run<R, W, O, BLOCKS, CANDIDATES>(q, weight, cache, table, table_stride, sequence,     \
-                                          visible, candidates, num_candidates,                 \
-                                          static_cast<int>(log_size), out, out_stride,         \
-                                          num_rows, entries, chunk, stream)
-#define TYPES(...)                                                    \
-  do {                                                                \
-    if (weight_size == 2 && out_size == 2) RUN(u16, u16, __VA_ARGS__); \
-    if (weight_size == 2) RUN(u16, float, __VA_ARGS__);               \
-    if (out_size == 2) RUN(float, u16, __VA_ARGS__);                  \
-    RUN(float, float, __VA_ARGS__);                                   \
+#define RUN(O, R, BLOCKS, CANDIDATES)                                                         \
+  return run<R, O, BLOCKS, CANDIDATES>(q, weight, cache, table, table_stride, sequence,      \
+                                       visible, candidates, num_candidates,                  \
+                                       static_cast<int>(log_size), out, out_stride,          \
+                                       num_rows, entries, chunk, stream)
+#define TYPES(...)                            \
+  do {                                        \
+    if (out_size == 2) RUN(u16, __VA_ARGS__); \
+    RUN(float, __VA_ARGS__);                  \
   } while (false)
   if (candidates) TYPES(1, 6, true);
   switch (rows_each) {

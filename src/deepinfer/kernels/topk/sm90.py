@@ -1,6 +1,6 @@
 """Selection in CUDA C++ for SM90: one read of the scores, then a few hundred entries again.
 
-`select.cu` says how. What its contract leaves out runs in Triton.
+`sm90.cu` says how. What its contract leaves out runs in Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepinfer.kernels.topk import triton
 
 __all__ = ["block_mask", "select_blocks", "select_topk"]
 
-SOURCE: Final = Path(__file__).with_name("select.cu")
+SOURCE: Final = Path(__file__).with_name("sm90.cu")
 MAX_COUNT: Final = 1024
 SHARED: Final = 224 * 1024  # bytes that a block may take
 _CHUNK: Final = 512 * 16  # entries of a stage of the ring

@@ -1,6 +1,6 @@
 """Index scores in CUDA C++ for SM90a: FP4 keys decoded into registers, FP8 warp-group products.
 
-`scores.cu` says how. What its contract leaves out runs in Triton: other dimensions than 32 heads of
+`sm90.cu` says how. What its contract leaves out runs in Triton: other dimensions than 32 heads of
 128, keys that are not FP4, queries in fp32, and the rounding of every part ("reference").
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["accepts", "paged_index_score"]
 
-SOURCE: Final = Path(__file__).with_name("scores.cu")
+SOURCE: Final = Path(__file__).with_name("sm90.cu")
 TILE: Final = 64  # keys of one product
 SLOTS: Final = 132 * 3 * 2  # pieces of work that fill the card twice
 
@@ -37,7 +37,7 @@ def accepts(
     return (
         q.dtype == torch.bfloat16
         and tuple(q.shape[1:]) == (32, 128)
-        and weight.dtype in (torch.bfloat16, torch.float32)
+        and weight.dtype == torch.bfloat16
         and cache.format == "index_fp4"
         and scales is not None
         and rounding != "reference"
@@ -99,7 +99,7 @@ def paged_index_score(
         chunk = TILE * max(4, min(128, tiles))
     q, weight, rows, visible = (x.contiguous() for x in (q, weight, rows, visible))
     nvcc.call(
-        nvcc.load(SOURCE), "index_scores", q.device, q, weight, weight.element_size(),
+        nvcc.load(SOURCE), "index_scores", q.device, q, weight,
         codes, codes.stride(0), codes.stride(1), scales, scales.stride(0), scales.stride(1),
         codes.shape[1].bit_length() - 1, table, table.stride(0), rows, visible,
         None if blocks is None else blocks.contiguous(), num_blocks, block_size.bit_length() - 1,

@@ -1,6 +1,6 @@
 """A hyper-connection site in CUDA C++ for SM90: one launch, streams read and written once.
 
-`site.cu` says how. Other dimensions than four streams of 5120 run in Triton. Calls on one device
+`sm90.cu` says how. Other dimensions than four streams of 5120 run in Triton. Calls on one device
 share a workspace, so they belong to one stream at a time.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["accepts", "hyper_site", "plan", "prepared"]
 
-SOURCE: Final = Path(__file__).with_name("site.cu")
+SOURCE: Final = Path(__file__).with_name("sm90.cu")
 STREAMS, WIDTH, OUTPUTS, SUMS = 4, 5120, 24, 28
 MOST_ROWS: Final = 1 << 15  # of one launch
 

@@ -1,0 +1,250 @@
+"""CUDA sources for SM90 without a card: built by nvcc, and run on the CPU thread by thread.
+
+`cuda_host.h` turns a source into C++ whose threads are fibers, so what runs here is the kernel,
+with its barriers, its shared memory and its places in tensor instructions. What it leaves out:
+timing, memory ordering, and how a card rounds inside a tensor instruction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvcc
+from deepinfer.kernels.cache_io import PagedCache
+from deepinfer.kernels.cache_io.cases import empty_cache
+from deepinfer.kernels.cache_io.reference import cache_store
+from deepinfer.kernels.hyper.reference import hyper_collapse, hyper_expand, hyper_mix
+from deepinfer.kernels.hyper_site import SiteWeights
+from deepinfer.kernels.hyper_site import sm90 as site
+from deepinfer.kernels.linear import DenseWeight
+from deepinfer.kernels.paged_index import sm90 as index
+from deepinfer.kernels.paged_index.reference import paged_index_score
+from deepinfer.kernels.quantize.reference import round_trip
+from deepinfer.kernels.rms_norm.reference import rms_norm
+from deepinfer.kernels.topk import reference as topk_reference
+from deepinfer.kernels.topk import sm90 as topk
+
+SOURCES = {"topk": topk.SOURCE, "paged_index": index.SOURCE, "hyper_site": site.SOURCE}
+needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    """The three sources as libraries of this machine."""
+    folder = tmp_path_factory.mktemp("host")
+    flags = (
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-DHOST_TWIN",
+        f"-I{Path(__file__).parent}",
+    )
+    running = {
+        name: subprocess.Popen(["g++", "-x", "c++", *flags, "-o", str(folder / name), str(source)])
+        for name, source in SOURCES.items()
+    }
+    assert all(process.wait() == 0 for process in running.values())
+    return {name: ctypes.CDLL(str(folder / name)) for name in SOURCES}
+
+
+@pytest.fixture
+def on_host(host: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrappers call the host's libraries, and what they allocate is poisoned."""
+
+    def call(library: ctypes.CDLL, name: str, device: torch.device, *arguments: object) -> None:
+        passed = [
+            nvcc.pointer(a)
+            if a is None or isinstance(a, Tensor)
+            else ctypes.c_double(a)
+            if isinstance(a, float)
+            else ctypes.c_longlong(a)
+            for a in arguments
+        ]
+        assert library[name](*passed, None) == 0
+
+    def poisoned(make):
+        def empty(*args, **kwargs):
+            made = make(*args, **kwargs)
+            made.view(torch.uint8).fill_(0xA5) if made.numel() else None
+            return made
+
+        return empty
+
+    monkeypatch.setattr(nvcc, "load", lambda source: host[source.parent.name])
+    monkeypatch.setattr(nvcc, "call", call)
+    monkeypatch.setattr(nvcc, "processors", lambda device: 132)
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+
+
+@pytest.mark.skipif(not nvcc.available(), reason="nvcc is not installed")
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources_build_for_the_card_without_spills(name: str, tmp_path: Path) -> None:
+    command = nvcc.command(SOURCES[name], tmp_path / "out.cubin", "-cubin", "-Xptxas", "-v")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "serialized" not in done.stderr  # of warp-group products
+
+
+def draw(kind: str, rows: int, entries: int, dtype: torch.dtype, gen: torch.Generator) -> Tensor:
+    """Scores of one awkward kind."""
+    x = torch.randn(rows, entries, generator=gen)
+    u = torch.rand(rows, entries, generator=gen)
+    place = torch.arange(entries)
+    changed = {
+        "normal": lambda: x,
+        "ties": lambda: (x * 3).round(),
+        "equal": lambda: torch.zeros_like(x),
+        "mostly -inf": lambda: x.masked_fill(u < 0.97, -math.inf),
+        "ascending": lambda: x.sort(1).values,
+        "zeros of both signs": lambda: torch.where(u < 0.5, -0.0, 0.0),
+        "nan": lambda: x.masked_fill(u < 0.01, math.nan),
+        "best together": lambda: x + 20 * (place < 700),
+        "best in few threads": lambda: x + 20 * (place // 16 % 512 < 40),
+    }
+    return changed[kind]().to(dtype)
+
+
+KINDS = (
+    "normal", "ties", "equal", "mostly -inf", "ascending", "zeros of both signs", "nan",
+    "best together", "best in few threads",
+)  # fmt: skip
+
+
+@needs_gcc
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_selections_equal_the_reference(kind: str, dtype: torch.dtype, seed: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    for rows, entries, count in ((0, 64, 16), (2, 72, 16), (1, 20000, 512)):
+        scores = draw(kind, rows, entries, dtype, gen)
+        visible = torch.randint(0, entries + 1, (rows,), generator=gen)
+        visible[:1] = entries
+        assert topk.accepts_topk(scores, visible, count)
+        want = topk_reference.select_topk(scores.float(), visible, count)
+        assert torch.equal(topk.select_topk(scores, visible, count), want)
+        assert topk.accepts_blocks(scores, visible, count, 8)
+        want = topk_reference.select_blocks(scores.float(), visible, count, 8)
+        assert torch.equal(topk.select_blocks(scores, visible, count, 8), want)
+
+
+@needs_gcc
+@pytest.mark.usefixtures("on_host")
+def test_many_rows_of_a_block_and_rows_alone(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Blocks take row after row, and ask for the next before they are done with one."""
+    monkeypatch.setattr(nvcc, "processors", lambda device: 1)
+    gen = torch.Generator().manual_seed(seed)
+    scores = draw("ties", 7, 8192 + 24, torch.bfloat16, gen)
+    visible = torch.tensor([8216, 0, 5, 8192, 8193, 1, 4000])
+    want = topk_reference.select_topk(scores.float(), visible, 64)
+    assert torch.equal(topk.select_topk(scores, visible, 64), want)
+    alone = [topk.select_topk(scores[i : i + 1], visible[i : i + 1], 64) for i in range(7)]
+    assert torch.equal(torch.cat(alone), want)
+    want = topk_reference.select_blocks(scores.float(), visible, 100, 16)
+    assert torch.equal(topk.select_blocks(scores, visible, 100, 16), want)
+
+
+def keys(per_block: int, spread: float, gen: torch.Generator) -> tuple[PagedCache, Tensor]:
+    """A cache of three sequences of 224 entries, its blocks in any order, and their table."""
+    width = 224 // per_block
+    cache = empty_cache("index_fp4", 3 * width + 1, per_block, 128, dense=False, split=True)
+    total = (3 * width + 1) * per_block
+    sizes = torch.exp(spread * torch.randn(total, 4, generator=gen)).repeat_interleave(32, 1)
+    values = torch.randn(total, 128, generator=gen) * sizes
+    values[per_block + 5], values[per_block + 6, :64] = 0, 0
+    cache_store(cache, values.bfloat16(), torch.arange(total))
+    return cache, torch.randperm(3 * width, generator=gen).view(3, width) + 1
+
+
+@needs_gcc
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize(("per_block", "spread"), [(16, 3.0), (32, 0.3)])
+def test_index_scores_equal_the_reference(per_block: int, spread: float, seed: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    cache, table = keys(per_block, spread, gen)
+    for each, owners in ((6, [0] * 6 + [2]), (8, [1] * 5 + [0]), (1, [0, 2])):
+        rows = torch.tensor(owners)
+        num = len(owners)
+        q = round_trip(torch.randn(num, 32, 128, generator=gen).bfloat16(), "act4_e8")
+        weight = (torch.randn(num, 32, generator=gen) / 64).bfloat16()
+        visible = torch.randint(0, 220, (num,), generator=gen)
+        visible[0], visible[-1] = 219, 0
+        blocks = torch.stack([torch.randperm(27, generator=gen)[:9].sort().values for _ in rows])
+        blocks[:, 7:] = -1
+        for chosen in (None, blocks):
+            for rounding in ("final", "none"):
+                call = (q, weight, cache, table, rows, visible, chosen, 8, 219, rounding)
+                assert index.accepts(q, weight, cache, chosen, 8, rounding)
+                got = index.paged_index_score(*call, each=each, chunk=128)
+                want = paged_index_score(*call)
+                assert got.dtype == (torch.bfloat16 if rounding == "final" else torch.float32)
+                assert torch.equal(torch.isneginf(got), torch.isneginf(want))
+                seen = ~torch.isneginf(want)
+                error = (got.double() - want.double())[seen].abs()
+                step = 2**-7 * want.double()[seen].abs() if rounding == "final" else 0.0
+                assert ((error - step) <= 2e-5 * want[seen].square().mean().sqrt()).all()
+
+
+def site_inputs(num: int, gen: torch.Generator) -> tuple[Tensor, ...]:
+    """Streams, output, post, comb and pre of any number of tokens."""
+    h = torch.randn(num, 4, 5120, generator=gen).bfloat16()
+    y = torch.randn(num, 5120, generator=gen).bfloat16()
+    post, pre = 2 * torch.rand(num, 4, generator=gen), torch.rand(num, 4, generator=gen)
+    return h, y, post, torch.rand(num, 4, 4, generator=gen) / 2, pre
+
+
+@needs_gcc
+@pytest.mark.usefixtures("on_host")
+def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(seed: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    fn = torch.randn(24, 4 * 5120, generator=gen) * (4 * 5120) ** -0.5
+    norm = (1 + 0.1 * torch.randn(5120, generator=gen)).bfloat16()
+    scale, base = torch.rand(3, generator=gen) + 0.5, torch.randn(24, generator=gen)
+    weights = SiteWeights(DenseWeight(fn, fn), scale, base, norm)
+    inputs = site_inputs(17, gen)
+    first: list[Tensor] = []
+    for num, cut in ((3, None), (17, site.Plan(1, 20, 1))):
+        h, y, post, comb, pre = (x[:num] for x in inputs)
+        got = site.hyper_site(h, y, post, comb, pre, weights, 1e-20, 1e-6, 20, cut=cut)
+        assert not site._workspace(h.device)[2].any()
+        streams = hyper_expand(h, y, post, comb)
+        exact = 2**-7 * streams.double().abs() + 1e-5
+        assert ((got[0].double() - streams.double()).abs() <= exact).all()
+        x = rms_norm(hyper_collapse(got[0], pre), norm, 1e-20).double()
+        off = (got[1].double() - x).abs() - 2**-7 * x.abs()
+        assert off.max() <= 0.02 and (off > 0).double().mean() < 1e-3  # a flipped bit of the mix
+        mix = hyper_mix(got[0], DenseWeight(fn, fn), scale, base, 1e-20, 1e-6, 20)
+        for mine, theirs in zip(got[2:], mix, strict=True):
+            assert ((mine - theirs).abs() <= 4e-5 * theirs.square().mean().sqrt()).all()
+        first = first or [x[:3] for x in got]
+        assert all(torch.equal(x[:3], y) for x, y in zip(got, first, strict=True))
+
+
+def test_a_plan_runs_all_blocks_at_once() -> None:
+    for num in range(1, 2000, 7):
+        cut = site.plan(num, 132)
+        assert cut.slices * cut.groups <= 132
+        assert cut.groups <= -(-num // cut.tile)
+    assert site.plan(32, 132) == site.Plan(0, 40, 1)
+    assert site.plan(4096, 132) == site.Plan(2, 10, 13)
+
+
+@pytest.mark.parametrize("change", ["dtype", "row", "count"])
+def test_what_the_contract_leaves_out(change: str) -> None:
+    scores, visible = torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64)
+    if change == "dtype":
+        scores = scores.half()
+    if change == "row":
+        scores = torch.zeros(2, 62)
+    assert not topk.accepts_topk(scores, visible, 4096 if change == "count" else 16)
