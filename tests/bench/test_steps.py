@@ -91,6 +91,17 @@ def test_a_step_is_finite_and_split_by_op(small: ModelConfig) -> None:
     assert split.launches == 0 and all(us >= 0 for us in split.ops.values())
 
 
+def test_another_implementation_can_be_taken(small: ModelConfig) -> None:
+    bench = bench_of(small, use=(("rms_norm", "reference"),))
+    assert bench.model.ops.choices["rms_norm"].name == "reference"
+    other = bench_of(small, use=(("expert_linear", "reference"),))
+    assert other.model.ops.choices["expert_linear"].name == "reference"
+    assert other.model.draft is not None and other.model.draft.ops is other.model.ops
+    for use in (("expert_linear", "triton"), ("no_op", "reference")):
+        with pytest.raises(ConfigError, match="expected"):
+            bench_of(small, use=(use,))
+
+
 def test_the_runner_of_accelerators_repeats_its_step(small: ModelConfig) -> None:
     bench = bench_of(small, depth=3, rows=3)
     steps = RunnerSteps(bench, graphs=False)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -24,8 +25,12 @@ from deepinfer.bench.timing import make_clock
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.tensors import Caches
 from deepinfer.config import ModelConfig
+from deepinfer.device import pick_device
+from deepinfer.errors import ConfigError
 from deepinfer.kernels.cache_io import PagedCache
+from deepinfer.kernels.libraries import why_not
 from deepinfer.kernels.ops import Ops
+from deepinfer.kernels.table import TABLE
 from deepinfer.model.fast import model as model_module
 from deepinfer.model.fast.inputs import (
     DecodeRows,
@@ -138,10 +143,14 @@ class ModelBench:
         drafts: bool = True,
         seed: int = 0,
         model: FastModel | None = None,
+        use: Sequence[tuple[str, str]] = (),
     ) -> None:
         """Make the model, caches for `sequences` of `context` tokens and `rows` more each.
 
         model  one that was made with the same config, depth, experts and drafts, to go on with
+        use    (op, implementation) to take instead of the table's first, also those that the
+               engine does not choose
+        Raises ConfigError for one that the table does not have for this device.
         """
         self.whole = config
         self.layers = choose_layers(config, depth or config.num_hidden_layers)
@@ -155,6 +164,9 @@ class ModelBench:
             config, device, experts, seed, with_drafts=self.with_drafts
         )
         self.weight_bytes = _allocated(device) - before
+        self.model.ops = ops = with_implementations(self.model.ops, use, device)
+        if self.model.draft is not None:
+            self.model.draft.ops = ops
         self.layout = CacheLayout.build(config, "official", _TOKENS_PER_BLOCK)
         self.per_sequence = -(-(context + rows + _ROOM) // _TOKENS_PER_BLOCK)
         before = _allocated(device)
@@ -198,6 +210,27 @@ class ModelBench:
     def _tokens(self, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         high = min(self.config.vocab_size, 128000)
         return self._rng.integers(3, high, count)
+
+
+def with_implementations(ops: Ops, use: Sequence[tuple[str, str]], device: torch.device) -> Ops:
+    """Return ops with other implementations; raises ConfigError naming what there is."""
+    arch = pick_device(str(device)).capability.arch
+    functions: dict[str, Any] = {}
+    choices = dict(ops.choices)
+    for op, name in use:
+        lines = {
+            line.name: line
+            for line in TABLE.get(op, ())
+            if (not line.archs or arch in line.archs) and not (line.needs and why_not(line.needs))
+        }
+        if name not in lines:
+            raise ConfigError(
+                f"{op}={name}: expected one of {', '.join(sorted(lines)) or 'no implementation'} "
+                f"on {arch}"
+            )
+        choices[op] = lines[name]
+        functions[op] = getattr(import_module(f"deepinfer.kernels.{lines[name].module}"), op)
+    return dataclasses.replace(ops, choices=choices, **functions)
 
 
 def _allocated(device: torch.device) -> int:

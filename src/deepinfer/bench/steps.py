@@ -54,6 +54,7 @@ class Asked:
     context    cached tokens of each sequence before the step
     ranks      the experts held are those of one rank of so many
     keep       under bounded replay, the positions that the decoder half runs
+    use        (op, implementation) to take instead of the table's first
     """
 
     depth: int | None
@@ -66,6 +67,7 @@ class Asked:
     drafts: bool = True
     split: bool = True
     seed: int = 0
+    use: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ class StepRecord:
     choices: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sensitivity: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    used: Sequence[Sequence[str]] = ()
     law: str = ""
     slice_mode: str = ""
     sync: float = 0.0
@@ -231,6 +234,7 @@ def _prepare(
             drafts=asked.drafts,
             seed=asked.seed,
             model=model,
+            use=asked.use,
         )
         bench.weight_bytes = bench.weight_bytes or weight_bytes
         if prefill:
@@ -296,6 +300,7 @@ def _record(
         launches_per_layer=split.launches / blocks if split else 0.0,
         ops=split.ops if split else {},
         kinds=split.kinds if split else {},
+        used=asked.use,
         choices={op: choice.name for op, choice in bench.model.ops.choices.items()},
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=describe_machine() | describe_card(bench.device),
@@ -439,6 +444,8 @@ def _lines(record: StepRecord) -> str:
     ]
     if record.wall_us is not None and record.idle is not None:
         lines.append(f"  from step to step {record.wall_us:,.0f} us, device idle {record.idle:.1%}")
+    if record.used:
+        lines.append("  instead of the first: " + ", ".join(f"{o}={n}" for o, n in record.used))
     if record.launches:
         lines.append(
             f"  {record.launches} kernels, {record.launches_per_layer:.1f} a layer of the backbone"

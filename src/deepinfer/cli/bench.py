@@ -225,6 +225,13 @@ def _add_steps(forms: SubParsers[argparse.ArgumentParser]) -> None:
             )
         if form == "slice":
             _add_slice(parser)
+        parser.add_argument(
+            "--use",
+            action="append",
+            default=[],
+            metavar="OP=NAME",
+            help="take this implementation of an op, also one that the engine does not choose",
+        )
         parser.add_argument("--no-drafts", action="store_true", help="leave the draft blocks out")
         parser.add_argument(
             "--no-split", action="store_true", help="time the step only, without its ops"
@@ -288,6 +295,7 @@ def _run_steps(args: argparse.Namespace) -> int:
         keep=args.keep if prefill else 140,
         drafts=not args.no_drafts,
         split=not args.no_split,
+        use=tuple((op, name) for op, _, name in (text.partition("=") for text in args.use)),
     )
     if args.form == "slice":
         plan = Slice(ranks=args.ranks, mode=args.mode, hot=args.hot)
