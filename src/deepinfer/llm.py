@@ -88,6 +88,7 @@ from deepinfer.model.fast.context import ContextShare
 from deepinfer.model.fast.model import FastModel, resolve_numerics
 from deepinfer.parallel.experts import ExpertRanks, RowShape, make_exchange
 from deepinfer.parallel.live import LiveBalancer
+from deepinfer.parallel.tables import HostRows, MakeTable, ShardedRows
 from deepinfer.sampling.noise import derive_seed
 from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.fingerprint import weights_digest
@@ -98,6 +99,9 @@ __all__ = ["LLM", "Interrupted", "Progress", "set_cpu_threads"]
 
 _SEARCHED_BYTES = 32 * 2**30
 """Checkpoints above this are not read through for the cause of a bad logit."""
+
+_TABLE_SHARE = 0.25
+"""Engram tables above this share of the device's free memory stay on the host."""
 
 _log = logging.getLogger(__name__)
 
@@ -278,6 +282,19 @@ class LLM:
         """Return where experts are and what has moved, nothing where they stay."""
         return {} if self._balancer is None else self._balancer.summary()
 
+    def _tables(self, checkpoint: Checkpoint) -> MakeTable | None:
+        """Return what makes the tables of Engram rows, None where they are on the device."""
+        where, member = self.config.parallel.engram_rows, self._member
+        device = self.device.torch_device
+        if member is not None and member.ranks.engram.size > 1:
+            group = member.ranks.engram
+            return lambda codes, scale: ShardedRows(codes, scale, group, device)
+        if where == "auto" and device.type != "cpu":  # a CPU has them mapped anyway
+            tables = [t for name, t in checkpoint.tensors.items() if ".engram.embed." in name]
+            most = _TABLE_SHARE * self.device.available_bytes()
+            where = "host" if sum(t.nbytes for t in tables) > most else "device"
+        return HostRows if where == "host" else None
+
     def _available_bytes(self) -> int:
         """Return what this rank may use, the same for all ranks: the least that one has."""
         available = self.device.available_bytes()
@@ -316,6 +333,7 @@ class LLM:
             config.weights.dequantized_bytes,
             with_drafts=config.speculation.num_drafts > 0,
             ranks=self._expert_ranks(),
+            tables=self._tables(checkpoint),
         )
         if device.type != "cpu":
             tokens, rollback = config.cache.tokens_per_block, max_rollback(config)

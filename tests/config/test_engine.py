@@ -181,3 +181,5 @@ def test_ranks_fit_together() -> None:
     assert EngineConfig().mesh.world == 1
     (problem,) = problems_of({"parallel.data": 3, "parallel.expert": 2})
     assert "divisor" in problem
+    assert len(problems_of({"parallel.engram_rows": "shards"})) == 1
+    EngineConfig.from_dotted({"parallel.engram": 2, "parallel.engram_rows": "shards"})

@@ -18,21 +18,20 @@ from deepinfer.chat.token_map import load_token_map
 from deepinfer.config.engine import NumericsConfig
 from deepinfer.config.load import resolve_model
 from deepinfer.config.mesh import Mesh
+from deepinfer.kernels.engram import engram_lookup
 from deepinfer.kernels.quantize import round_trip
 from deepinfer.model.fast.model import FastModel
 from deepinfer.model.fast.session import Session
 from deepinfer.parallel.balance import Placement
 from deepinfer.parallel.experts import (
-    Exact,
     ExpertExchange,
     ExpertMaps,
     ExpertRanks,
-    Fixed,
-    Gathered,
     LayerExperts,
     make_exchange,
 )
 from deepinfer.parallel.group import Ranks
+from deepinfer.parallel.tables import ShardedRows
 from deepinfer.weights.reader import Checkpoint
 
 NUM_EXPERTS, ACTIVE, WIDTH = 8, 3, 64
@@ -113,6 +112,26 @@ def exchange(ranks: Ranks, args: Any) -> object:
     return {key: count - before.get(key, 0) for key, count in group.counts.items()}
 
 
+def tables(ranks: Ranks, args: Any) -> object:
+    """Rows of a table in which each tells where it stands, whatever rank holds them."""
+    height, width = 37, 32  # no multiple of the ranks
+    codes = torch.arange(height * width) * 7 % 120
+    codes = codes.to(torch.uint8).view(height, width).view(torch.float8_e4m3fn)
+    scale = (120 + torch.arange(height) % 9).to(torch.uint8).view(height, 1)
+    table = ShardedRows(codes, scale, ranks.engram, CPU)
+    assert table.num_rows == [10, 10, 10, 7][ranks.rank]
+    generator = torch.Generator().manual_seed(ranks.rank)
+    before = dict(ranks.engram.counts)
+    for num in ([3, 0, 40, 1][ranks.rank], 0, 5):
+        rows = torch.randint(0, height, (num, 3), generator=generator)
+        if num == 5:
+            rows[:] = torch.tensor([0, height - 1, 10])  # the same for all, at the borders
+        found = table.start(rows).wait(torch.bfloat16)
+        wanted = engram_lookup(codes, scale, rows, torch.bfloat16)
+        assert torch.equal(found, wanted) and found.shape == (num, 3 * width)
+    return {key: count - before.get(key, 0) for key, count in ranks.engram.counts.items()}
+
+
 def model(ranks: Ranks, args: Any) -> object:
     """Logits of a shared model equal those of a whole one, bit for bit, whatever the placement."""
     name, back_end, copies = args
@@ -123,30 +142,46 @@ def model(ranks: Ranks, args: Any) -> object:
     whole = FastModel.load(checkpoint, numerics, "cpu", token_map, 1 << 27, with_drafts=True)
     exchange = make_exchange(back_end, ranks.expert, True)
     shares = ExpertRanks(ranks.expert, CPU, exchange, copies)
+
+    def table(codes: torch.Tensor, scale: torch.Tensor) -> ShardedRows:
+        return ShardedRows(codes, scale, ranks.engram, CPU)
+
     shared = FastModel.load(
-        checkpoint, numerics, "cpu", token_map, 1 << 27, with_drafts=True, ranks=shares
-    )
+        checkpoint, numerics, "cpu", token_map, 1 << 27, with_drafts=True, ranks=shares,
+        tables=table,
+    )  # fmt: skip
     held = shared.blocks[0].moe.w2.codes.shape[0]
     assert held == shares.layers[0].maps.num_local < checkpoint.config.n_routed_experts
     with torch.inference_mode():
         shared.begin(32)
         ids = [(7 * i + 13 * ranks.rank) % 500 + 3 for i in range(6 + 5 * ranks.rank)]
         first, second = Session(whole, 128), Session(shared, 128)
-        before = dict(ranks.expert.counts)
+        before = ranks.counts()
         want, found = first.prefill(ids), second.prefill(ids)
         assert torch.equal(want.view(torch.int32), found.view(torch.int32))
-        full = {key: count - before.get(key, 0) for key, count in ranks.expert.counts.items()}
+        full = _since(before, ranks.counts())
+        assert set(full) == {"expert", "engram"}
         # A rank without rows makes as many calls as one with rows.
-        before = dict(ranks.expert.counts)
+        before = ranks.counts()
         if ranks.rank % 2:
             shared.idle()
         else:
             assert torch.equal(first.decode(9), second.decode(9))
-        idle = {key: count - before.get(key, 0) for key, count in ranks.expert.counts.items()}
+        idle = _since(before, ranks.counts())
         assert full == idle, (full, idle)
         assert shared.draft is not None
         shared.draft.idle()
     return full
+
+
+def _since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the calls made between two counts, by group."""
+    made = {
+        group: {name: count - before.get(group, {}).get(name, 0) for name, count in counts.items()}
+        for group, counts in now.items()
+    }
+    made = {group: {n: c for n, c in counts.items() if c} for group, counts in made.items()}
+    return {group: counts for group, counts in made.items() if counts}
 
 
 def _make_ranks(rank: int, port: int, sizes: dict[str, int]) -> Ranks:
@@ -154,8 +189,7 @@ def _make_ranks(rank: int, port: int, sizes: dict[str, int]) -> Ranks:
     return Ranks.connect(Mesh(**sizes), rank, CPU, store, 60.0)
 
 
-CASES = {f.__name__: f for f in (collectives, exchange, model)}
-_BACK_ENDS = (Exact, Fixed, Gathered)
+CASES = {f.__name__: f for f in (collectives, exchange, tables, model)}
 
 
 def main() -> None:

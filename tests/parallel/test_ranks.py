@@ -22,8 +22,8 @@ def test_four_ranks() -> None:
         for name, factor in BACK_ENDS
         for form in ((True, "bfloat16"), (False, "float32"))
     ]
-    cases += [("model", *model) for model in MODELS]
-    with contextlib.closing(Pool(data=4, expert=4)) as pool:
+    cases += [("tables",), *(("model", *model) for model in MODELS)]
+    with contextlib.closing(Pool(data=4, expert=4, engram=4)) as pool:
         for case in cases:
             counts = pool.run(str(case[0]), *case[1:])
             assert counts[0] and all(count == counts[0] for count in counts), (case, counts)

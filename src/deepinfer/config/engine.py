@@ -332,6 +332,12 @@ class ParallelConfig(_Group):
     )
     expert: int = field(default=1, metadata=_about("ranks that share the experts", 1))
     engram: int = field(default=1, metadata=_about("ranks that share the Engram tables", 1))
+    engram_rows: Literal["auto", "device", "host", "shards"] = field(
+        default="auto",
+        metadata=_about(
+            "Engram tables on the device, in mapped host memory, or cut into the shards of `engram`"
+        ),
+    )
     copies: int = field(
         default=0, metadata=_about("experts of a layer held twice, rounded up to whole ranks", 0)
     )
@@ -575,6 +581,12 @@ def _conflicts(config: EngineConfig) -> list[str]:
         _mesh(config.parallel)
     except ConfigError as error:
         problems += error.problems
+    where, shards = config.parallel.engram_rows, config.parallel.engram
+    if where != "auto" and (where == "shards") != (shards > 1):
+        problems.append(
+            f'parallel.engram_rows: found "{where}" with parallel.engram {shards}; "shards" goes '
+            "with more than one rank there, and the others with one"
+        )
     numerics = config.numerics
     if numerics.mode == "noq" and numerics.output_projection == "fp8":
         problems.append(

@@ -9,6 +9,7 @@ from deepinfer.config import ModelConfig
 from deepinfer.config.engram import engram_tables
 from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import EngramWeights
+from deepinfer.parallel.tables import Read
 
 __all__ = ["EngramHash", "add_engram"]
 
@@ -47,11 +48,18 @@ class EngramHash:
         ]
 
 
-def add_engram(step: Step, weights: EngramWeights, stream: Tensor, rows: Tensor) -> Tensor:
-    """Add the looked-up values to stream [T, M, C]."""
+def add_engram(
+    step: Step, weights: EngramWeights, stream: Tensor, rows: Tensor, read: Read | None = None
+) -> Tensor:
+    """Add the looked-up values to stream [T, M, C].
+
+    read  the rows' values, where the step began with reading them
+    """
     ops = step.ops
-    if weights.fold:
-        rows = rows % weights.codes.shape[0]
-    values = ops.engram_lookup(weights.codes, weights.scale, rows, stream.dtype)
+    if read is not None:
+        values = read.wait(stream.dtype)
+    else:
+        rows = rows % weights.codes.shape[0] if weights.fold else rows
+        values = ops.engram_lookup(weights.codes, weights.scale, rows, stream.dtype)
     kv = ops.fp8_linear(values, weights.wkv, step.numerics.quantize)
     return ops.engram_gate(stream, kv, weights.qk_weight, step.config.rms_norm_eps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from deepinfer.model.fast.moe import serve_experts
 from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import BlockWeights, Loader
 from deepinfer.parallel.experts import ExpertRanks
+from deepinfer.parallel.tables import MakeTable, Read
 from deepinfer.weights.load import TensorSource
 from deepinfer.weights.reader import Checkpoint
 
@@ -126,6 +127,7 @@ class FastModel:
         only_reference: bool = False,
         checked: bool = False,
         ranks: ExpertRanks | None = None,
+        tables: MakeTable | None = None,
     ) -> FastModel:
         """Load a checkpoint that has been checked.
 
@@ -133,12 +135,13 @@ class FastModel:
         only_reference     run every op in its defining form
         checked            check the shapes of every op's arguments
         ranks              hold a share of the experts; None holds all
+        tables             makes what reads Engram rows; None puts them on the device
         """
         device = torch.device(device)
         capability = pick_device(str(device)).capability
         ops = Ops.resolve(capability, only_reference, checked, numerics.batch_invariant)
         source = TensorSource(checkpoint)
-        loader = Loader(source, checkpoint.config, device, dequantized_bytes, ranks)
+        loader = Loader(source, checkpoint.config, device, dequantized_bytes, ranks, tables)
         resolved = resolve_numerics(numerics, device)
         return cls(checkpoint.config, loader, ops, resolved, token_map, with_drafts)
 
@@ -164,6 +167,7 @@ class FastModel:
         few = self._few(step, stream, pre)
         opened = Open(stream, pre) if self._fused and step.trace is None else None
         rows = [] if self._hash is None else self._hash.rows(step)
+        reads = self._read(rows)
         taps: list[Tensor] = []
         for layer, block in zip(config.layers, self.blocks, strict=True):
             enters = inputs.replay is not None and layer.layer_id == config.first_decoder_layer
@@ -184,7 +188,8 @@ class FastModel:
                 if inputs.replay.places is not None:
                     logits_rows = inputs.replay.places[logits_rows]
             if layer.engram_idx is not None and block.engram is not None:
-                stream = add_engram(step, block.engram, stream, rows[layer.engram_idx])
+                idx = layer.engram_idx
+                stream = add_engram(step, block.engram, stream, rows[idx], reads.get(idx))
                 if few is not None:
                     few.put(stream)
                 step.note("engram_out", stream)
@@ -238,8 +243,23 @@ class FastModel:
     def idle(self, first_layer: int = 0) -> None:
         """Take part in a step, from a layer on, without rows: run what other ranks send."""
         step = Pass(self.config, self.ops, self.numerics, {}, None)
+        if not first_layer and self._hash is not None:
+            columns = (self.config.engram_max_ngram_size - 1) * self.config.engram_n_heads
+            none = torch.empty(0, columns, dtype=torch.int64, device=self.device)
+            for read in self._read([none] * len(self.config.engram_layer_ids)).values():
+                read.wait(self.numerics.dtype)
         for block in self.blocks[first_layer:]:
             serve_experts(step, block.moe, self.config.num_experts_per_tok)
+
+    def _read(self, rows: Sequence[Tensor]) -> dict[int, Read]:
+        """Start reading the rows of tables that are not on the device, by Engram layer."""
+        return {
+            layer.engram_idx: block.engram.table.start(rows[layer.engram_idx])
+            for layer, block in zip(self.config.layers, self.blocks, strict=True)
+            if layer.engram_idx is not None
+            and block.engram is not None
+            and block.engram.table is not None
+        }
 
     def _enter_decoder(
         self, step: Step, replay: Replay, block: BlockWeights, stream: Tensor, pre: Tensor

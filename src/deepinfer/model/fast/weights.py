@@ -17,6 +17,7 @@ from deepinfer.config import LayerConfig, ModelConfig
 from deepinfer.kernels.expert_linear import Fp4Weight
 from deepinfer.kernels.linear import DenseWeight, Fp8Weight
 from deepinfer.parallel.experts import ExpertRanks, LayerExperts
+from deepinfer.parallel.tables import MakeTable, RowTable
 from deepinfer.weights.load import TensorSource
 
 __all__ = [
@@ -93,7 +94,8 @@ class MoeWeights:
 class EngramWeights:
     """Table rows (stored form, possibly a view of the file), projection and gate.
 
-    fold  the table holds fewer rows than the model's: row r is looked up at r modulo its height
+    fold   the table holds fewer rows than the model's: row r is looked up at r modulo its height
+    table  reads the rows where they do not lie on the device; None: they do
     """
 
     codes: Tensor
@@ -101,6 +103,7 @@ class EngramWeights:
     wkv: Fp8Weight
     qk_weight: Tensor
     fold: bool = False
+    table: RowTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,10 @@ class Loader:
 
     keep_dense: on a CPU, fp32 copies of all matrices fit into `dequantized_bytes`.
     ranks: of experts, whose slots say which this rank loads; None loads all.
+    tables: makes what reads the Engram rows; None puts them on the device.
     """
+
+    tables: MakeTable | None = None
 
     def __init__(
         self,
@@ -133,7 +139,9 @@ class Loader:
         device: torch.device,
         dequantized_bytes: int,
         ranks: ExpertRanks | None = None,
+        tables: MakeTable | None = None,
     ) -> None:
+        self.tables = tables
         self.ranks = ranks
         self.source = source
         self.config = config
@@ -260,6 +268,10 @@ class Loader:
     def _engram(self, name: str) -> EngramWeights:
         q = self.tensor(f"{name}.q_weight").float()
         k = self.tensor(f"{name}.k_weight").float()
+        if self.tables is not None:
+            codes, scale = (self.source.get(f"{name}.embed.{kind}") for kind in ("weight", "scale"))
+            wkv, table = self.fp8(f"{name}.wkv"), self.tables(codes, scale)
+            return EngramWeights(codes, scale, wkv, q * k, table=table)
         return EngramWeights(
             codes=self.mapped(f"{name}.embed.weight"),
             scale=self.mapped(f"{name}.embed.scale"),
