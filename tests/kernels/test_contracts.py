@@ -31,6 +31,11 @@ WRONG: dict[str, list[tuple[int, Tensor, str]]] = {
     "grouped_linear": [(0, torch.ones(2, 3), "x"), (0, torch.ones(2, 2, 3), "weight.codes")],
     "expert_linear": [(0, torch.ones(2), "x"), (0, torch.ones(7, 64), "7 rows")],
     "swiglu": [(1, torch.ones(4, 5), "up")],
+    "routed_experts": [
+        (1, torch.zeros(4), "rows of type"),
+        (2, torch.ones(5), "weights"),
+        (0, torch.ones(5, 7), "w2.codes"),
+    ],
     "route": [(0, torch.ones(2, 3), "gate.stored"), (2, torch.ones(5), "bias")],
     "hyper_mix": [(0, torch.ones(2, 3), "h"), (3, torch.ones(7), "base")],
     "hyper_collapse": [(1, torch.ones(4, 7), "pre")],

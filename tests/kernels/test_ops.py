@@ -14,7 +14,7 @@ from deepinfer.device import pick_device
 from deepinfer.errors import ShapeError, UnsupportedError
 from deepinfer.kernels.cases import Case, all_cases, num_bytes
 from deepinfer.kernels.ops import Ops, choose
-from deepinfer.kernels.table import TABLE
+from deepinfer.kernels.table import TABLE, W4A8
 
 CAPABILITY = pick_device("cpu").capability
 OPS = Ops.resolve(CAPABILITY)
@@ -155,6 +155,13 @@ def test_choices_name_what_runs() -> None:
         last = [line for line in lines if line.chosen][-1]
         assert last.name == "reference" and not last.archs, op
         assert all(line.why for line in lines)
+
+
+def test_what_is_asked_for_by_name_is_taken_or_refused() -> None:
+    card = dataclasses.replace(CAPABILITY, arch="sm90")
+    assert choose("rms_norm", card, asked="triton").name == "triton"
+    with pytest.raises(UnsupportedError, match=r"routed_experts: there is no cuda W4A8 for cpu"):
+        choose("routed_experts", CAPABILITY, asked=W4A8)
 
 
 def test_another_chip_falls_back_to_the_reference() -> None:

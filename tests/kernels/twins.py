@@ -142,6 +142,23 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Ten
     return hidden if weight is None else hidden * weight.double()[:, None]
 
 
+def routed_experts(
+    x: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    w1_w3: Any,
+    w2: Any,
+    limit: float,
+    quantize: bool,
+) -> Tensor:
+    bounds = offsets.tolist()
+    both = expert_linear(x[rows], w1_w3, bounds, False).to(x.dtype)
+    inner = both.shape[1] // 2
+    hidden = swiglu(both[:, :inner], both[:, inner:], limit, weights).to(x.dtype)
+    return expert_linear(hidden, w2, bounds, quantize)
+
+
 def route(x: Tensor, gate: Any, bias: Tensor, k: int, scaling: float) -> tuple[Tensor, Tensor]:
     logits = x.double() @ gate.stored.double().T
     scores = torch.sqrt(torch.nn.functional.softplus(logits))
@@ -372,8 +389,8 @@ TWINS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         rms_norm, cos_sin, rotate_tail, latent_entry, round_trip, fp8_linear, dense_linear,
-        grouped_linear, expert_linear, swiglu, route, hyper_mix, hyper_collapse, hyper_expand,
-        hyper_site, compress, index_score, paged_index_score, select_topk, select_blocks,
+        grouped_linear, expert_linear, swiglu, routed_experts, route, hyper_mix, hyper_collapse,
+        hyper_expand, hyper_site, compress, index_score, paged_index_score, select_topk, select_blocks,
         block_mask, sparse_attention, paged_attention, cache_load, engram_hash, engram_lookup,
         engram_gate,
     )

@@ -312,6 +312,10 @@ class NumericsConfig(_Group):
     index_scores: Literal["auto", "reference", "final"] = field(
         default="auto", metadata=_about("round index scores at every step, or once at the end")
     )
+    expert_products: Literal["exact", "w4a8"] = field(
+        default="exact",
+        metadata=_about("products of routed experts: exact, or in e4m3 where a card has them"),
+    )
     batch_invariant: bool = field(
         default=True, metadata=_about("a row's bits do not depend on its batch")
     )

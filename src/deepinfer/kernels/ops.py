@@ -28,10 +28,11 @@ from deepinfer.kernels import (
     quantize,
     rms_norm,
     rope,
+    routed_experts,
     router,
     topk,
 )
-from deepinfer.kernels.libraries import is_usable
+from deepinfer.kernels.libraries import is_usable, why_not
 from deepinfer.kernels.table import TABLE, Implementation
 
 __all__ = ["Ops", "choose"]
@@ -51,6 +52,7 @@ _PUBLIC: Final[Mapping[str, Callable[..., object]]] = {
     "grouped_linear": linear.grouped_linear,
     "expert_linear": expert_linear.expert_linear,
     "swiglu": expert_linear.swiglu,
+    "routed_experts": routed_experts.routed_experts,
     "route": router.route,
     "hyper_mix": hyper.hyper_mix,
     "hyper_collapse": hyper.hyper_collapse,
@@ -90,6 +92,7 @@ class Ops:
     grouped_linear: Op
     expert_linear: Op
     swiglu: Op
+    routed_experts: Op
     route: Callable[..., tuple[Tensor, Tensor]]
     hyper_mix: Callable[..., tuple[Tensor, Tensor, Tensor]]
     hyper_collapse: Op
@@ -116,25 +119,42 @@ class Ops:
         only_reference: bool = False,
         checked: bool = True,
         invariant: bool = False,
+        asked: Mapping[str, str] | None = None,
     ) -> Ops:
         """Pick the first implementation of each op that runs on a device.
 
         only_reference  take the definitions everywhere: the slow twin of the whole engine
         checked         check every argument; a model whose calls are tested may leave it out
         invariant       none whose bits for a row depend on its batch
+        asked           op -> implementation by name, whatever the table prefers
+        Raises UnsupportedError when what is asked for does not run there.
         """
-        choices = {op: choose(op, capability, only_reference, invariant) for op in TABLE}
+        asked = asked or {}
+        choices = {
+            op: choose(op, capability, only_reference, invariant, asked.get(op, "")) for op in TABLE
+        }
         bound = {op: _bind(op, choice, checked) for op, choice in choices.items()}
         return cls(choices=choices, **bound)  # type: ignore[arg-type]  # one per public function
 
 
 def choose(
-    op: str, capability: Capability, only_reference: bool = False, invariant: bool = False
+    op: str,
+    capability: Capability,
+    only_reference: bool = False,
+    invariant: bool = False,
+    asked: str = "",
 ) -> Implementation:
-    """Return the implementation of an op on a device.
+    """Return the implementation of an op on a device; `asked` names one, "" = the table's order.
 
     Raises UnsupportedError when none runs there.
     """
+    if asked:
+        for implementation in TABLE[op]:
+            if implementation.name == asked and capability.arch in implementation.archs:
+                if implementation.needs and not is_usable(implementation.needs):
+                    raise UnsupportedError(f"{op}: {asked}: {why_not(implementation.needs)}")
+                return implementation
+        raise UnsupportedError(f"{op}: there is no {asked} for {capability.arch}")
     for implementation in TABLE[op]:
         if only_reference and implementation.name != "reference":
             continue

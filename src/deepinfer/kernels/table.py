@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["TABLE", "Implementation"]
+__all__ = ["TABLE", "W4A8", "Implementation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ _OWN: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "grouped_linear": _portable("linear", _BUFFERS),
     "expert_linear": _portable("expert_linear", _BUFFERS),
     "swiglu": _portable("expert_linear", _NUMPY),
+    "routed_experts": _portable("routed_experts", "its ops in numpy"),
     "route": _portable("router", _NUMPY),
     "hyper_mix": _portable("hyper", _NUMPY),
     "hyper_collapse": _portable("hyper", _NUMPY),
@@ -91,6 +92,9 @@ def _hopper(
     return Implementation(name, module, ("sm90",), invariant, why, needs="nvcc", chosen=chosen)
 
 
+W4A8: Final = "cuda W4A8"
+"""Expert products in e4m3: other numbers, so taken only where asked for."""
+
 _PACKED: Final = (
     "weights packed as tensor instructions read them; their K shared where rows are few"
 )
@@ -102,7 +106,16 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
         _hopper(
             "expert_linear.sm90_w4a8",
             "products in e4m3, a power of two per row",
-            name="cuda W4A8",
+            name=W4A8,
+            chosen=False,
+        ),
+    ),
+    "routed_experts": (
+        _hopper("routed_experts.sm90", "packed weights, exact; one kernel between the products"),
+        _hopper(
+            "routed_experts.sm90_w4a8",
+            "products in e4m3, a power of two per row: numerics.expert_products",
+            name=W4A8,
             chosen=False,
         ),
     ),

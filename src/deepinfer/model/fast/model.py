@@ -20,6 +20,7 @@ from deepinfer.errors import TokenizerError
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.rope.tables import compressed_inv_freq, window_inv_freq
 from deepinfer.kernels.rows import sum_in_order
+from deepinfer.kernels.table import W4A8
 from deepinfer.model.dspark import DraftModel
 from deepinfer.model.fast.attention import attention
 from deepinfer.model.fast.block import Open, run_block, run_open, sites_of, start_streams
@@ -35,7 +36,7 @@ from deepinfer.parallel.tables import MakeTable, Read
 from deepinfer.weights.load import TensorSource
 from deepinfer.weights.reader import Checkpoint
 
-__all__ = ["FastModel", "resolve_numerics"]
+__all__ = ["FastModel", "asked_ops", "resolve_numerics"]
 
 _PER_SEQUENCE = ("main_hidden", "engram_hash", "cand_blocks")
 """Trace values that are not stacked over layers."""
@@ -56,6 +57,13 @@ def resolve_numerics(config: NumericsConfig, device: torch.device) -> Numerics:
         fp8_output=official and output == "fp8",
         index_rounding=scores if official else "none",
     )
+
+
+def asked_ops(numerics: NumericsConfig) -> dict[str, str]:
+    """Return the implementations that settings name: op -> implementation."""
+    if numerics.expert_products == "exact":
+        return {}
+    return dict.fromkeys(("expert_linear", "routed_experts"), W4A8)
 
 
 class _Kept(threading.local):
@@ -139,7 +147,9 @@ class FastModel:
         """
         device = torch.device(device)
         capability = pick_device(str(device)).capability
-        ops = Ops.resolve(capability, only_reference, checked, numerics.batch_invariant)
+        ops = Ops.resolve(
+            capability, only_reference, checked, numerics.batch_invariant, asked_ops(numerics)
+        )
         source = TensorSource(checkpoint)
         loader = Loader(source, checkpoint.config, device, dequantized_bytes, ranks, tables)
         resolved = resolve_numerics(numerics, device)

@@ -47,12 +47,16 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
         )
     groups = group(chosen, weight, held, step.live)
     quantized = step.act_quantized(x, "act8")
-    routed = _expert(
-        step,
-        ops.expert_linear(quantized[groups.rows], weights.w1_w3, groups.offsets, False),
+    routed = ops.routed_experts(
+        quantized,
+        groups.rows,
         groups.weights,
+        groups.offsets,
+        weights.w1_w3,
+        weights.w2,
+        config.swiglu_limit,
+        quantize,
     )
-    routed = ops.expert_linear(routed, weights.w2, groups.offsets, quantize)
     shared = _expert(step, ops.fp8_linear(quantized, weights.shared_w1_w3, False), None)
     shared = ops.fp8_linear(shared, weights.shared_w2, quantize)
     return combine(routed, groups.place, shared)

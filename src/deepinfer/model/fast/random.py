@@ -21,7 +21,7 @@ from deepinfer.config.engram import engram_primes
 from deepinfer.device import pick_device
 from deepinfer.kernels.expert_linear import Fp4Weight
 from deepinfer.kernels.ops import Ops
-from deepinfer.model.fast.model import FastModel, resolve_numerics
+from deepinfer.model.fast.model import FastModel, asked_ops, resolve_numerics
 from deepinfer.model.fast.weights import BlockWeights, EngramWeights, Loader, MoeWeights
 from deepinfer.weights.layout import TensorSpec, expected_tensors
 
@@ -237,8 +237,8 @@ def random_model(
     loader = random_weights(config, device, experts, seed)
     picked = pick_device(str(loader.device))
     numerics = numerics or NumericsConfig()
-    alone = numerics.batch_invariant
-    ops = Ops.resolve(picked.capability, only_reference, checked=False, invariant=alone)
+    alone, asked = numerics.batch_invariant, asked_ops(numerics)
+    ops = Ops.resolve(picked.capability, only_reference, False, alone, asked)
     token_map = None
     if config.engram_layer_ids:
         rng = np.random.default_rng(seed)
