@@ -390,8 +390,8 @@ TWINS: dict[str, Callable[..., Any]] = {
     for function in (
         rms_norm, cos_sin, rotate_tail, latent_entry, round_trip, fp8_linear, dense_linear,
         grouped_linear, expert_linear, swiglu, routed_experts, route, hyper_mix, hyper_collapse,
-        hyper_expand, hyper_site, compress, index_score, paged_index_score, select_topk, select_blocks,
-        block_mask, sparse_attention, paged_attention, cache_load, engram_hash, engram_lookup,
-        engram_gate,
+        hyper_expand, hyper_site, compress, index_score, paged_index_score, select_topk,
+        select_blocks, block_mask, sparse_attention, paged_attention, cache_load, engram_hash,
+        engram_lookup, engram_gate,
     )
 }  # fmt: skip
