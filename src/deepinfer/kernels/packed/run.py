@@ -69,11 +69,12 @@ def multiply(
     rows = x.shape[0] if source is None else source.shape[0]
     if out is None:
         out = torch.empty(rows, weight.outputs, dtype=torch.bfloat16, device=x.device)
+    name = name or schedule(weight.decoded, rows, weight.experts)
     nvcc.call(
-        nvcc.load(SOURCE), name or schedule(weight.decoded, rows, weight.experts), x.device,
+        nvcc.load(SOURCE), name, x.device,
         x, token_scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        0, 0, weight.outputs, _programs(x.device), 1,
+        0, 0, weight.outputs, _programs(x.device) * (2 if name.endswith("_pair") else 1), 1,
     )  # fmt: skip
     return out
 
