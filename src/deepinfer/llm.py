@@ -295,6 +295,13 @@ class LLM:
             where = "host" if sum(t.nbytes for t in tables) > most else "device"
         return HostRows if where == "host" else None
 
+    def _largest(self, value: float) -> float:
+        """Return the largest of a number over all ranks, which call it together."""
+        if self._member is None:
+            return value
+        found = torch.tensor([value], dtype=torch.float64)
+        return float(self._member.ranks.world.all_reduce(found, largest=True))
+
     def _available_bytes(self) -> int:
         """Return what this rank may use, the same for all ranks: the least that one has."""
         available = self.device.available_bytes()
@@ -302,8 +309,7 @@ class LLM:
             return available
         if self.device.torch_device.type == "cpu":
             available //= self._member.local_world
-        least = torch.tensor([-available], dtype=torch.int64)
-        return -int(self._member.ranks.world.all_reduce(least, largest=True))
+        return -int(self._largest(-available))
 
     def _build_runner(self) -> tuple[Runner, Sizes]:
         config, model_config = self.config, self.model_config
@@ -374,7 +380,7 @@ class LLM:
             self._balancer = make_balancer(config.parallel, ranks, model)
             runner.between = self._balancer.between
         self.planner = make_planner(
-            config, runner, sizes.num_blocks, self.path, self.device.capability.name
+            config, runner, sizes.num_blocks, self.path, self.device.capability.name, self._largest
         )
         return runner, sizes
 

@@ -68,7 +68,8 @@ def test_four_ranks_give_the_tokens_of_one() -> None:
         wanted = one.generate(prompts(9), params(9))
         chunks = list(one.stream(prompts(2), SamplingParams(max_tokens=6, logprobs=True, seed=3)))
         sampled = one.generate(prompts(1), SamplingParams(max_tokens=5, n=3, seed=4, temperature=1))
-    ranks = {"parallel.data": 4, "parallel.expert": 2, "parallel.engram": 4}
+    ranks = {"parallel.data": 4, "parallel.expert": 2, "parallel.engram": 4,
+             "speculation.variable": True}  # fmt: skip
     with LLM("golden", "cpu", {**settings, **ranks}) as llm:
         loop = loop_of(llm)
         children = [child.pid for child in loop.member.children.values()]

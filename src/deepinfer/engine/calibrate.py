@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -46,11 +47,17 @@ def make_drafter(
 
 
 def make_planner(
-    config: EngineConfig, runner: Runner, num_blocks: int, model_path: Path, device_name: str
+    config: EngineConfig,
+    runner: Runner,
+    num_blocks: int,
+    model_path: Path,
+    device_name: str,
+    largest: Callable[[float], float] = lambda value: value,
 ) -> DraftPlanner | None:
     """Return the policy of speculation, None when it is off; may measure the cost curve.
 
     num_blocks  in the caches, with the padding block
+    largest     of a number over the ranks that compute together, which all measure the same sizes
     Call it before the first request: measuring writes into the caches.
     """
     chosen = config.speculation
@@ -58,7 +65,8 @@ def make_planner(
         return None
     curve = None
     if chosen.variable:
-        curve = _curve(config, runner, runner.drafter, num_blocks, model_path, device_name)
+        drafter = runner.drafter
+        curve = _curve(config, runner, drafter, num_blocks, model_path, device_name, largest)
     return DraftPlanner(
         chosen.num_drafts,
         variable=chosen.variable,
@@ -74,6 +82,7 @@ def _curve(
     num_blocks: int,
     model_path: Path,
     device_name: str,
+    largest: Callable[[float], float],
 ) -> CostCurve:
     """Load the curve of this model, machine and these settings, or measure and keep it."""
     most_sequences = config.scheduling.max_num_seqs
@@ -92,12 +101,11 @@ def _curve(
     max_age_s = config.speculation.cost_cache_seconds
     name = hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=8).hexdigest()
     path = cache_dir() / "costs" / f"{name}.json"
-    if max_age_s:
-        found = load_curve(path, fingerprint, max_age_s)
-        if found is not None:
-            return found
+    found = load_curve(path, fingerprint, max_age_s) if max_age_s else None
+    if not largest(float(found is None)) and found is not None:
+        return found
     with torch.inference_mode():
-        curve = _measure(runner, drafter, sizes, most_sequences, num_blocks)
+        curve = _measure(runner, drafter, sizes, most_sequences, num_blocks, largest)
     if max_age_s:
         with suppress(OSError):  # a read-only home only costs the measurement
             save_curve(path, curve, fingerprint)
@@ -105,7 +113,12 @@ def _curve(
 
 
 def _measure(
-    runner: Runner, drafter: Drafter, sizes: list[int], most_sequences: int, num_blocks: int
+    runner: Runner,
+    drafter: Drafter,
+    sizes: list[int],
+    most_sequences: int,
+    num_blocks: int,
+    largest: Callable[[float], float],
 ) -> CostCurve:
     """Run steps of made-up rows and draft passes, as far as the time allows."""
     layout, caches = runner.layout, runner.caches
@@ -114,6 +127,7 @@ def _measure(
     assert isinstance(model, FastModel)
 
     def run_rows(size: int) -> None:
+        model.begin(size)
         num = min(size, most_sequences)
         rows = []
         for idx in range(num):
@@ -127,6 +141,7 @@ def _measure(
         runner.sampler.sample(logits, slots, [start] * size).token_ids.tolist()
 
     def run_drafts(size: int) -> None:
+        model.begin(size * model.config.dspark_block_size)
         slots = torch.arange(1, 1 + size, device=runner.device)
         drafter.model.propose(
             caches, slots, slots * 0 + start, slots * 0 + 7, None, drafter.num_drafts
@@ -145,6 +160,9 @@ def _measure(
             part = measure_curve(lambda _: None, run_drafts, [1], [size], repeats=_REPEATS)
             draft_sizes.append(size)
             draft_seconds.append(part.draft_seconds[0])
-        if time.perf_counter() - begin > _SECONDS and len(rows) > 1:
+        if largest(time.perf_counter() - begin) > _SECONDS and len(rows) > 1:
             break
+    if model.ranks is not None:
+        for layer in model.ranks.layers:
+            layer.counts.zero_()  # made-up rows are no load
     return CostCurve(tuple(rows), tuple(seconds), tuple(draft_sizes), tuple(draft_seconds))
