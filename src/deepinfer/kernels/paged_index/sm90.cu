@@ -1,6 +1,7 @@
 // Index scores of FP4 keys where they lie in the cache: 32 heads of 128.
 //
-// One warp group takes R rows of one sequence and a stretch of keys, 64 at a time. Keys are the
+// One warp group takes R rows of one sequence and a stretch of keys, 64 at a time. Of candidate
+// blocks it takes those that any of its rows has, and each score finds its column by its row's bits. Keys are the
 // rows of the product and are decoded into registers, R x 32 queries lie in shared memory. Both
 // are e5m2: a code times a power of two relative to the largest group of its vector, exact within
 // 25 binades; what lies further below counts as zero. The order of the 128 dimensions is free, so
@@ -122,13 +123,34 @@ __device__ inline int largest_byte(u32 x) {
   return static_cast<int>(max(a, b));
 }
 
-// Where a compact position lies: `candidates` holds blocks of 1 << log_size entries, or is null.
-__device__ inline int place_of(const int64_t* candidates, int log_size, int position) {
-  if (!candidates) return position;
-  const int64_t block = candidates[position >> log_size];
-  if (block < 0) return -1;
-  return static_cast<int>(block << log_size) + (position & ((1 << log_size) - 1));
+// How many of a row's candidate blocks, ascending and padded with -1, lie below a block; by a warp.
+__device__ inline int blocks_below(const int64_t* list, int count, int64_t block) {
+  const int lane = threadIdx.x % 32, stride = (count + 31) / 32;
+  auto below = [&](int i) {
+    if (i >= count) return false;
+    const int64_t own = list[i];
+    return own >= 0 && own < block;
+  };
+  const int begun = __popc(__ballot_sync(kFull, below(lane * stride)));  // stretches that begin below
+  if (!begun) return 0;
+  const int first = (begun - 1) * stride;
+  int sum = first + 1;
+  for (int i = 1; i < stride; i += 32) {
+    sum += __popc(__ballot_sync(kFull, i + lane < stride && below(first + i + lane)));
+  }
+  return sum;
 }
+
+constexpr int kWords = 128;  // of a bitmap of the blocks of a stretch
+
+// The candidate blocks of R rows inside a stretch of 32 * kWords blocks.
+template <int R>
+struct Candidates {
+  u32 bits[R][kWords];    // whose they are
+  int ranks[R][kWords];   // candidates of the row in front of a word
+  u16 united[32 * kWords];  // those of any row, ascending
+  int begin[R], totals[4];
+};
 
 constexpr u32 kNothing = 0xFF800000u;  // -inf
 
@@ -160,6 +182,7 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
   unsigned char* queries = memory;                          // N rows of 128 bytes
   float* factors = reinterpret_cast<float*>(memory + N * kDim);  // [R][4][8]
   unsigned char* ring = memory + N * kDim + N * 4;
+  Candidates<R>& found = *reinterpret_cast<Candidates<R>*>(ring + kStages * kStageBytes);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, c = tid % 4;
   const int first_row = blockIdx.y * R;
 
@@ -227,12 +250,76 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
       ++stop;
     }
     const int64_t* pages = table + owner * table_stride;
-    const int64_t* chosen = CANDIDATES ? candidates + static_cast<int64_t>(begin) * num_candidates : nullptr;
-    const int seen = limit;
-    if (CANDIDATES) limit = num_candidates << log_size;
-    const int from = blockIdx.x * chunk, end = min(from + chunk, CANDIDATES ? limit : entries);
+    const int seen = limit, mask = (1 << log_size) - 1;
+    const int from = blockIdx.x * chunk, end = min(from + chunk, entries);
     const int to = min(end, limit);  // nobody sees what lies beyond
-    const int num_tiles = to > from ? (to - from + kTile - 1) / kTile : 0;
+    int num_keys = max(to - from, 0), num_united = 0;
+    const int first_block = from >> log_size;
+    if (CANDIDATES) {
+      const int last_block = (end + mask) >> log_size, words = (last_block - first_block + 31) / 32;
+      __syncthreads();
+      for (int i = tid; i < R * kWords; i += kThreads) (&found.bits[0][0])[i] = 0;
+      __syncthreads();
+      for (int row = begin + warp; row < stop; row += kThreads / 32) {
+        const int64_t* list = candidates + static_cast<int64_t>(row) * num_candidates;
+        const int lower = blocks_below(list, num_candidates, first_block);
+        const int upper = blocks_below(list, num_candidates, last_block);
+        if (lane == 0) found.begin[row - first_row] = lower;
+        for (int i = lower + lane; i < upper; i += 32) {
+          const int block = static_cast<int>(list[i]) - first_block;
+          atomicOr(&found.bits[row - first_row][block / 32], 1u << block % 32);
+        }
+        if (blockIdx.x == 0) {  // what is absent, or no entry of the sequence
+          const int held = blocks_below(list, num_candidates, (entries + mask) >> log_size);
+          O* line = out + row * out_stride;
+          for (int i = (held << log_size) + lane; i < num_candidates << log_size; i += 32) {
+            put(line + i, __uint_as_float(kNothing));
+          }
+        }
+      }
+      __syncthreads();
+      for (int row = begin - first_row + warp; row < stop - first_row; row += kThreads / 32) {
+        int before = found.begin[row];
+        for (int w = lane; w < (words + 31) / 32 * 32; w += 32) {
+          const u32 own = __popc(found.bits[row][w]);
+          u32 upto = own;
+#pragma unroll
+          for (int d = 1; d < 32; d *= 2) {
+            const u32 other = __shfl_up_sync(kFull, upto, d);
+            if (lane >= d) upto += other;
+          }
+          found.ranks[row][w] = before + static_cast<int>(upto - own);
+          before += static_cast<int>(__shfl_sync(kFull, upto, 31));
+        }
+      }
+      u32 any_row = 0;
+      for (int r = 0; r < R; ++r) any_row |= found.bits[r][tid];
+      u32 upto = __popc(any_row);
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const u32 other = __shfl_up_sync(kFull, upto, d);
+        if (lane >= d) upto += other;
+      }
+      if (lane == 31) found.totals[warp] = static_cast<int>(upto);
+      __syncthreads();
+      int place = static_cast<int>(upto) - __popc(any_row);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        if (w < warp) place += found.totals[w];
+        num_united += found.totals[w];
+      }
+      for (u32 bits = any_row; bits; bits &= bits - 1) {
+        found.united[place++] = static_cast<u16>(tid * 32 + __ffs(bits) - 1);
+      }
+      __syncthreads();
+      num_keys = num_united << log_size;
+    }
+    const int num_tiles = (num_keys + kTile - 1) / kTile;
+    // The entry that key number i of this stretch is.
+    auto entry_of = [&](int i) {
+      return CANDIDATES ? (first_block + found.united[i >> log_size]) << log_size | (i & mask)
+                        : from + i;
+    };
     int sees[kPairs];  // entries that this thread's rows see
     int everyone = stop - begin == R ? entries : 0;  // entries that all rows see
     for (int row = begin; row < stop; ++row) {
@@ -270,9 +357,8 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int position = min(from + tile * kTile + own + 8 * i, to - 1);
-        int key = CANDIDATES ? place_of(chosen, log_size, position) : position;
-        if (CANDIDATES && (key < 0 || key >= seen)) key = 0;
+        int key = entry_of(min(tile * kTile + own + 8 * i, num_keys - 1));
+        if (CANDIDATES && key >= seen) key = 0;
         const int64_t block = pages[key >> cache.log_entries];
         const int inside = key & ((1 << cache.log_entries) - 1);
         const unsigned char* codes = cache.codes + block * cache.code_block + inside * cache.code_entry;
@@ -363,21 +449,29 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
           to_out += out_stride;
         }
       } else {
-        const int position = from + tile * kTile + own + (odd ? 8 : 0);
-        const int key =
-            CANDIDATES && position < to ? place_of(chosen, log_size, position) : position;
+        const int number = tile * kTile + own + (odd ? 8 : 0);
+        const bool here = CANDIDATES ? number < num_keys : from + number < end;
+        const int united = CANDIDATES && here ? found.united[number >> log_size] : 0;
+        const int key = CANDIDATES ? (first_block + united) << log_size | (number & mask) : from + number;
 #pragma unroll
         for (int r = 0; r < kPairs; ++r) {
-          const int row = first_row + r + (R > 1 && upper ? R / 2 : 0);
-          if (key < 0 || key >= sees[r]) sums[r] = __uint_as_float(kNothing);
-          if (position < end && row >= begin && row < stop && (R > 1 || !upper)) {
+          const int member = r + (R > 1 && upper ? R / 2 : 0), row = first_row + member;
+          if (key >= sees[r]) sums[r] = __uint_as_float(kNothing);
+          if (CANDIDATES) {
+            const u32 bits = found.bits[member][united / 32];
+            if (here && (bits >> united % 32 & 1) && (R > 1 || !upper)) {
+              const int rank = found.ranks[member][united / 32] +
+                               __popc(bits & ((1u << united % 32) - 1));
+              put(out + row * out_stride + ((rank << log_size) + (number & mask)), sums[r]);
+            }
+          } else if (here && row >= begin && row < stop && (R > 1 || !upper)) {
             put(to_out, sums[r]);
           }
           to_out += out_stride;
         }
       }
     }
-    fill(out, out_stride, begin, stop, from + num_tiles * kTile, end);
+    if (!CANDIDATES) fill(out, out_stride, begin, stop, from + num_tiles * kTile, end);
     copies_wait<0>();
     begin = stop;
   }
@@ -388,9 +482,9 @@ int run(const void* q, const void* weight, const Cache& cache, const void* table
         long long table_stride, const void* sequence, const void* visible, const void* candidates,
         long long num_candidates, int log_size, void* out, long long out_stride,
         long long num_rows, long long entries, long long chunk, cudaStream_t stream) {
-  const int bytes = R * kHeads * (kDim + 4) + kStages * kStageBytes;
+  const int bytes = R * kHeads * (kDim + 4) + kStages * kStageBytes +
+                    (CANDIDATES ? static_cast<int>(sizeof(Candidates<R>)) : 0);
   auto kernel = scores_kernel<R, O, BLOCKS, CANDIDATES>;
-  const long long length = CANDIDATES ? num_candidates << log_size : entries;
 #ifndef HOST_TWIN
   if (bytes > 48 * 1024) {
     const cudaError_t status =
@@ -398,7 +492,7 @@ int run(const void* q, const void* weight, const Cache& cache, const void* table
     if (status != cudaSuccess) return static_cast<int>(status);
   }
 #endif
-  const dim3 grid(static_cast<unsigned>((length + chunk - 1) / chunk),
+  const dim3 grid(static_cast<unsigned>((entries + chunk - 1) / chunk),
                   static_cast<unsigned>((num_rows + R - 1) / R));
   LAUNCH(kernel, grid, dim3(kThreads), bytes, stream, static_cast<const u16*>(q),
          static_cast<const u16*>(weight), cache, static_cast<const int64_t*>(table),
@@ -444,7 +538,15 @@ extern "C" int index_scores(const void* q, const void* weight,
     if (out_size == 2) RUN(u16, __VA_ARGS__); \
     RUN(float, __VA_ARGS__);                  \
   } while (false)
-  if (candidates) TYPES(1, 6, true);
+  if (candidates) {
+    switch (rows_each) {
+      case 1: TYPES(1, 4, true);
+      case 2: TYPES(2, 4, true);
+      case 4: TYPES(4, 3, true);
+      case 6: TYPES(6, 3, true);
+      case 8: TYPES(8, 2, true);
+    }
+  }
   switch (rows_each) {
     case 1: TYPES(1, 4, false);
     case 2: TYPES(2, 4, false);

@@ -77,7 +77,8 @@ def paged_index_score(
     """As the reference, in bf16 where `rounding` is "final": the same values in half the bytes.
 
     each   rows that share a read of the keys, 1, 2, 4, 6 or 8
-    chunk  keys of one block of threads, a multiple of 64
+    chunk  entries of one block of threads: a multiple of 64; with candidates of 32 of their blocks,
+           128 times that at most
     """
     if not accepts(q, weight, cache, blocks, block_size, rounding):
         return triton.paged_index_score(
@@ -93,10 +94,11 @@ def paged_index_score(
     if not num_rows or not columns:
         return out[:, :columns]
     each = each or rows_each(num_rows, table.shape[0])
-    groups = num_rows if blocks is not None else -(-num_rows // each)
+    groups = -(-num_rows // each)
+    unit = TILE if blocks is None else 32 * block_size  # whole words of a bitmap
     if chunk is None:
-        tiles = -(-columns // TILE) * groups // SLOTS
-        chunk = TILE * max(4, min(128, tiles))
+        units = -(-num_entries // unit) * groups // SLOTS
+        chunk = unit * max(4 if blocks is None else 1, min(128 if blocks is None else 64, units))
     q, weight, rows, visible = (x.contiguous() for x in (q, weight, rows, visible))
     nvcc.call(
         nvcc.load(SOURCE), "index_scores", q.device, q, weight,
