@@ -119,6 +119,12 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
             chosen=False,
         ),
     ),
+    "hyper_site": (_hopper("hyper_site.sm90", "one launch, streams read and written once"),),
+    "paged_index_score": (
+        _hopper("paged_index.sm90", "FP4 keys decoded into registers, products in FP8"),
+    ),
+    "select_topk": (_hopper("topk.sm90", "one read of the scores"),),
+    "select_blocks": (_hopper("topk.sm90", "one read of the scores"),),
 }
 
 
