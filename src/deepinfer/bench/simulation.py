@@ -107,7 +107,7 @@ def _prefill_runner(settings: Settings, context: int, chunk: int) -> Run:
 def _width(base: Settings) -> Iterator[tuple[str, Sequence[tuple[float, Run]]]]:
     for label, fabric, overlap in (
         ("node links, network beyond", "node", 0.0),
-        ("the same, half hidden", "node", 0.5),
+        ("the same, behind shared experts", "node", 1.0),
         ("one domain", "domain", 0.0),
     ):
         yield label, [

@@ -3,7 +3,7 @@
 A step waits in every layer for the rank with the most rows, so a plan is judged by the sum of these
 peaks over steps and layers. Everything that decides is integer arithmetic on summed counts, ties go
 to the lower index: ranks that see the same counts make the same plan, and `Placement.digest` shows
-it. Moving the weights is `migrate.py`'s; running several ranks is not here.
+it. Moving the weights is the part of `migrate.py` and `live.py`.
 
 Source: the published balancer's two policies (sum-greedy, optionally inside nodes; step vectors),
 with copies of an expert kept on distinct ranks, shrinkage towards the window's mean, exchanges

@@ -3,7 +3,7 @@
 A stage says which ranks receive which experts into spare memory while all slots go on serving; when
 it is over the new maps are installed at once, and what was evicted becomes the spare memory of the
 next stage. Every stage leaves a whole placement, so that a run may stop between two of them for as
-long as it likes. Carrying a stage out on several ranks is not built.
+long as it likes. `live.py` carries stages out.
 """
 
 from __future__ import annotations

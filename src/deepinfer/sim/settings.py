@@ -54,7 +54,7 @@ class Settings:
     )
     overlap: float = field(
         default=0.0,
-        metadata=_about("share of a layer's exchange that the shared expert may hide, 0 to 1"),
+        metadata=_about("share of the shared expert's time behind which exchange hides, 0 to 1"),
     )
     seqs: int = field(default=64, metadata=_about("sequences that a rank runs at once"))
     requests: int = field(default=0, metadata=_about("requests in all; 0 = an endless queue"))
