@@ -231,28 +231,36 @@ __device__ inline void sums_before(u32 x, u32 y, u32& before_x, u32& before_y, u
 template <typename T, typename Write>
 __device__ u32 emit_keys(const T* keys, int n, u32 threshold, u32 room, u32 most, Scratch& s,
                          int& parity, Write write) {
-  const int each = ((n + kThreads - 1) / kThreads + 1) / 2 * 2;  // whole words
+  constexpr int kPer = Format<T>::kPerVector;
+  const int each = ((n + kThreads - 1) / kThreads + kPer - 1) / kPer * kPer;
   const int first = min(static_cast<int>(threadIdx.x) * each, n), last = min(first + each, n);
+  auto visit = [&](auto use) {  // this thread's keys, a vector at a time
+    for (int i = first; i < last; i += kPer) {
+      const uint4 data = *reinterpret_cast<const uint4*>(keys + i);  // room for it is behind them
+#pragma unroll
+      for (int j = 0; j < kPer; ++j) {
+        if (i + j < last) use(Format<T>::element(data, j), i + j);
+      }
+    }
+  };
   u32 num_above = 0, num_equal = 0;
-  for (int i = first; i < last; ++i) {
-    const u32 key = keys[i];
+  visit([&](u32 key, int) {
     num_above += key > threshold;
     num_equal += key == threshold;
-  }
+  });
   if (!room) num_equal = 0;
   u32 above, equal, all_above, all_equal;
   sums_before(num_above, num_equal, above, equal, all_above, all_equal, s, parity);
   if (all_above > most) return all_above;
   if (num_above || (num_equal && equal < room)) {
-    for (int i = first; i < last; ++i) {
-      const u32 key = keys[i];
+    visit([&](u32 key, int i) {
       if (key > threshold) {
         write(above++ + min(equal, room), i);
       } else if (key == threshold) {
         if (equal < room) write(above + equal, i);
         ++equal;
       }
-    }
+    });
   }
   return all_above + min(all_equal, room);
 }
