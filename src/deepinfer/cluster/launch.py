@@ -242,7 +242,9 @@ def join(
             _end_children(children, 0.0)
             for ranks in broken:
                 ranks.abort()
-            if started is not None:
+            # A collective over gloo ends only with its connections, and a rank that hangs on
+            # another host keeps them: then this process cannot go on either.
+            if started is not None or not (children or watch.was_taken(_STOP_S)):
                 end_process(told)
 
         watch = Watch(

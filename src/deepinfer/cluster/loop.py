@@ -281,6 +281,7 @@ class GroupLoop(EngineLoop):
             handle.give_up()
         self._launched.clear()
         watch.report(told)
+        watch.take()
         self.ranks.abort()
         return self._failed
 

@@ -71,6 +71,7 @@ class Watch:
         self._since: dict[int, tuple[tuple[int, str], float]] = {}
         self._failure: str | None = None
         self._noticed = threading.Event()
+        self._taken = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deepinfer-watch", daemon=True)
         self._thread.start()
@@ -104,8 +105,17 @@ class Watch:
         self._noticed.set()
         self._on_failure(self._failure)
 
+    def take(self) -> None:
+        """Say that the process itself knows of the failure and goes its way."""
+        self._taken.set()
+
+    def was_taken(self, seconds: float) -> bool:
+        """Wait for `take`; return whether it came."""
+        return self._taken.wait(seconds)
+
     def close(self) -> None:
         """Stop watching."""
+        self._taken.set()
         self._closed.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)

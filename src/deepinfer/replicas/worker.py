@@ -15,7 +15,6 @@ from typing import Final
 __all__ = ["main"]
 
 _PARENT_GONE: Final = 71
-_DEATH_SIGNAL: Final = 1  # prctl(PR_SET_PDEATHSIG)
 
 
 def main() -> int:
