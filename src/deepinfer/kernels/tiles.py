@@ -62,8 +62,10 @@ def next_power(size: int, least: int = 1) -> int:
 def dot(a, b, acc, BF16: tl.constexpr):
     """acc + a @ b, in bf16 where that is exact, else in full fp32."""
     if BF16:
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
-    return tl.dot(a, b, acc, input_precision="ieee")
+        acc = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
