@@ -16,6 +16,7 @@ from deepinfer.parallel.balance import (
     UNIT,
     LoadWindow,
     Placement,
+    adapt,
     balancedness,
     choose_slots,
     initial_placement,
@@ -27,6 +28,7 @@ from deepinfer.parallel.balance import (
     refine,
     token_keys,
 )
+from deepinfer.parallel.migrate import plan_migration, relabel
 
 Ints = NDArray[np.int64]
 
@@ -113,6 +115,39 @@ def test_refine_moves_little_and_never_makes_it_worse(
 
     assert (cost(new) <= cost(old)).all()
     assert np.array_equal(old.sum(axis=2), new.sum(axis=2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99))
+def test_adapt_gives_the_copies_that_loads_ask_for(
+    problem: tuple[Ints, int, int, int], seed: int
+) -> None:
+    loads, ranks, slots, _ = problem
+    now = plan_by_totals(skewed(seed, 1, *loads.shape[1:]), ranks, slots)
+    found = adapt(now, loads, trust=8)
+    sound(found)
+    assert np.array_equal(found.counts, plan_by_steps(loads, ranks, slots, trust=8).counts)
+    assert found == adapt(now, np.ascontiguousarray(loads[::-1]).astype(np.int32), trust=8)
+    stay = [set(o) & set(n) for o, n in zip(now.by_rank[0].tolist(), found.by_rank[0].tolist(),
+                                             strict=True)]  # fmt: skip
+    for rank, kept in enumerate(stay):  # what stays on a rank stays in its slot
+        same = now.by_rank[0, rank] == found.by_rank[0, rank]
+        assert set(now.by_rank[0, rank][same].tolist()) == kept
+
+
+def test_adapt_is_as_good_as_a_new_plan_and_moves_a_fraction() -> None:
+    rng = np.random.default_rng(0)
+    share = np.exp(rng.normal(0, 0.8, 192))
+    before = rng.multinomial(20_000, share / share.sum(), 32)[:, None]
+    some = rng.choice(192, 20, replace=False)
+    share[some] = share[np.roll(some, 1)]
+    after = rng.multinomial(20_000, share / share.sum(), 48)[:, None]
+    now = plan_by_steps(before, 16, 224)
+    found, fresh = adapt(now, after[:32]), plan_by_steps(after[:32], 16, 224)
+    old, new, best = (balancedness(plan, after[32:]) for plan in (now, found, fresh))
+    assert new > best - 0.01 and new > old + 0.05
+    assert plan_migration(now, found).num_moves < 0.25 * 224
+    assert plan_migration(now, relabel(now, fresh)).num_moves > 0.5 * 224
 
 
 @given(experts=st.integers(1, 40), ranks=st.integers(1, 12), wished=st.integers(0, 50))

@@ -133,7 +133,7 @@ def test_planning_with_the_engines_code_brings_balance_and_is_gated() -> None:
     assert staged.balance > none.balance + 0.1
     assert staged.plans == stopped.plans == 1
     assert stopped.moving > 0 and staged.moving == 0
-    short = simulate(settings.but(policy="steps", interval=20, fabric="node"), 0, TIMES)
+    short = simulate(settings.but(policy="totals", interval=20, fabric="node"), 0, TIMES)
     assert short.plans == 0  # 20 steps do not pay for moving all those weights that slowly
 
 

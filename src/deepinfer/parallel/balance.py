@@ -28,6 +28,7 @@ __all__ = [
     "Gain",
     "LoadWindow",
     "Placement",
+    "adapt",
     "balancedness",
     "choose_slots",
     "initial_placement",
@@ -344,6 +345,58 @@ def refine(
             row[rank, ~has[rank][row[rank]]] = np.nonzero(has[rank] & ~before[rank])[0]
         layers.append(row.ravel())
     return Placement(np.stack(layers), now.num_experts, now.num_ranks)
+
+
+def adapt(now: Placement, loads: NDArray[np.integer], *, trust: int | None = None) -> Placement:
+    """Plan from a placement in use: copies as loads ask for, what else moves only where it helps.
+
+    Between `refine` and a plan made anew: copies are taken from busy ranks and given to idle ones,
+    then experts are exchanged, an eighth of the slots at most. For loads [S, layers, E] and `trust`
+    see `plan_by_steps`.
+    """
+    layers = []
+    for layer, held in enumerate(now.by_rank):
+        weights = _weights(loads[:, layer], trust)
+        counts = _copies_by_steps(weights, now.num_slots, now.num_ranks)
+        each = weights // counts
+        before = np.zeros((now.num_ranks, now.num_experts), bool)
+        np.put_along_axis(before, held.astype(np.int64), True, axis=1)
+        has = _recopied(before, counts, each, now.slots_per_rank)
+        load = has.astype(np.int64) @ each.T
+        for _ in range(now.num_slots // 32):
+            if not _exchange(load, has, each):
+                break
+        after = _even_out([np.flatnonzero(row).tolist() for row in has], each, now.num_slots // 32)
+        row = held.copy()
+        for rank, experts in enumerate(after):
+            stay = np.isin(row[rank], experts)
+            row[rank, ~stay] = np.setdiff1d(experts, row[rank])
+        layers.append(row.ravel())
+    return Placement(np.stack(layers), now.num_experts, now.num_ranks)
+
+
+def _recopied(before: NDArray[np.bool_], counts: Ints, each: Ints, room: int) -> NDArray[np.bool_]:
+    """Return who holds what [N, E] with `counts` copies of each, most of it as before."""
+    has = before.copy()
+    load = has.astype(np.int64) @ each.T
+    for expert in np.argsort(-each.sum(axis=0), kind="stable").tolist():
+        for _ in range(int(has[:, expert].sum()) - int(counts[expert])):
+            holders = np.flatnonzero(has[:, expert])
+            rank = int(holders[int(load[holders].sum(axis=1).argmax())])
+            has[rank, expert] = False
+            load[rank] -= each[:, expert]
+    held = has.sum(axis=1)
+    for expert in np.argsort(-each.sum(axis=0), kind="stable").tolist():
+        while has[:, expert].sum() < counts[expert]:
+            able = np.flatnonzero((held < room) & ~has[:, expert])
+            if not able.size:
+                _make_room(load, has, held, each, expert, room)
+                continue
+            rank = int(able[int(load[able].sum(axis=1).argmin())])
+            load[rank] += each[:, expert]
+            has[rank, expert] = True
+            held[rank] += 1
+    return has
 
 
 def _trust(loads: Ints) -> int:

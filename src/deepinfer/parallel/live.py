@@ -30,6 +30,7 @@ from deepinfer.errors import DeepInferError
 from deepinfer.parallel.balance import (
     LoadWindow,
     Placement,
+    adapt,
     initial_placement,
     judge,
     plan_by_steps,
@@ -76,7 +77,7 @@ class Moves:
 
 
 def plan_moves(now: Placement, window: LoadWindow, horizon: int, spare: int) -> Moves:
-    """Return the moves that pay best within `horizon` steps: a plan made anew, or a refined one.
+    """Return the moves that pay best within `horizon` steps: a plan made anew, or from what is.
 
     Depends on its arguments alone, so that ranks with the same counts make the same moves.
     """
@@ -84,7 +85,7 @@ def plan_moves(now: Placement, window: LoadWindow, horizon: int, spare: int) -> 
     fresh = plan_by_steps(seen, now.num_ranks, now.num_slots)
     best: tuple[float, Migration, float] | None = None
     rows_now = 0.0
-    for wished in (refine(now, seen, exchanges=32), relabel(now, fresh)):
+    for wished in (refine(now, seen, exchanges=32), adapt(now, seen), relabel(now, fresh)):
         migration = plan_migration(now, wished, spare)
         cost = _MOVE_ROWS * int(migration.received().max(initial=0))
         gain = judge(now, migration.after, unseen, remaining_steps=horizon, migration_rows=cost)

@@ -19,11 +19,11 @@ from deepinfer.engine.speculation import CostCurve
 from deepinfer.parallel.balance import (
     LoadWindow,
     Placement,
+    adapt,
     balancedness,
     initial_placement,
     judge,
     logical_counts,
-    plan_by_steps,
     plan_by_totals,
 )
 from deepinfer.parallel.migrate import relabel
@@ -443,8 +443,11 @@ class Cluster:
         self._since_plan = 0
         self.plans_made += 1
         seen, unseen = self._window.split()
-        plan = plan_by_totals if s.policy == "totals" else plan_by_steps
-        wished = relabel(self.placement, plan(seen, s.expert, self.placement.num_slots))
+        if s.policy == "steps":
+            wished = adapt(self.placement, seen)
+        else:
+            fresh = plan_by_totals(seen, s.expert, self.placement.num_slots)
+            wished = relabel(self.placement, fresh)
         moved = int((wished.slots != self.placement.slots).sum()) / (s.expert * s.counted_layers)
         link = self.fabric
         if s.expert > link.reach and link.beyond is not None:
