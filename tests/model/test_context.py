@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -179,6 +180,35 @@ def test_the_decoder_half_drops_the_same_rows(
         got = shared.step([*step], mode, floors)
         assert torch.equal(got, want) if want.shape[0] else not got.shape[0], step
         assert_equal_everywhere(shared, alone)
+
+
+def tensors(value: object) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor inside dataclasses, mappings and tuples, with the name of its field."""
+    if isinstance(value, Tensor):
+        yield "", value
+    elif dataclasses.is_dataclass(value):
+        for each in dataclasses.fields(value):
+            for name, tensor in tensors(getattr(value, each.name)):
+                yield f"{each.name}.{name}", tensor
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from ((f"{key}.{name}", tensor) for name, tensor in tensors(part))
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from tensors(part)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("replay", ["off", "mask", "compact"])
+def test_everything_is_on_the_device(pair_of: PairOf, scheme: Scheme, replay: ReplayMode) -> None:
+    pair = pair_of("alpha", "official")
+    bench = Bench(pair.fast, 2, 300, 32)
+    rows = rows_of(bench, pair, [(0, 201), (1, 7)], {0: 61}, {0: [(64, 1)]})
+    share = ContextShare(ThreadGroup(Wires(2), 1), scheme)
+    inputs = share_inputs(rows, bench.layout, "meta", replay, share, [200, 207])
+    found = list(tensors(inputs))
+    assert len(found) > 30
+    assert [name for name, tensor in found if tensor.device.type != "meta"] == []
 
 
 def test_checkpoints_are_filled_on_every_rank(pair_of: PairOf) -> None:

@@ -216,6 +216,7 @@ class _Cut:
             emit_entries=part.emit_entries.to(self._device),
             emit_starts=part.emit_starts.to(self._device),
             blocks=part.blocks.to(self._device),
+            bases=None if part.bases is None else part.bases.to(self._device),
         )
 
     def _tail(self) -> tuple[Gather | None, History | None]:
