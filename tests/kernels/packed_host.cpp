@@ -78,9 +78,7 @@ inline void copy16(u32 target, const void* source) {
   if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16) std::abort();
   std::memcpy(host::at(target), source, 16);
 }
-inline void copies_commit() {}
-template <int N>
-void copies_wait() {}
+inline void copies_arrive(u32 bar) { barrier_arrive(bar); }
 inline void group_fence() {}
 inline void group_commit() {}
 inline void group_wait() {}

@@ -146,60 +146,49 @@ struct Kernel {
     }
   }
 
-  static __device__ void produce(const Args& a, const int* first, int total, u32 tokens, u32 weights,
-                                 u32 full, u32 empty) {
-    const int t = threadIdx.x & 127, piece = t & 7, size = cluster_size();
+  // One thread streams weights, as far ahead as there are free stages, ...
+  static __device__ void produce_weights(const Args& a, const int* first, int total, u32 weights,
+                                         u32 full, u32 empty) {
+    const int size = cluster_size(), start = blockIdx.x / size, stride = gridDim.x / size;
     const int begin = share_of(a, cluster_rank()), end = share_of(a, cluster_rank() + 1);
+    const bool chosen = (threadIdx.x & 31) == 0;
     const u64 policy = read_once();
-    const int start = blockIdx.x / size, stride = gridDim.x / size;
-    int ahead = 0;  // stages whose weights were asked for before the kernel before this one ended
-    if constexpr (DENSE) {
-      ahead = start < total ? min(STAGES, end - begin) : 0;
-      if (t == 0 && ahead) {
-        const unsigned char* w = weights_of(a, dense_place(a, start));
-        for (int i = 0; i < ahead; ++i)
-          fetch(w, begin + i, weights + i * WEIGHT_BYTES, full + 8 * i, policy);
-      }
-      previous_kernel_wait();
-    }
-    // Tokens are complete, and told so, LAG stages later: so long their copies may take.
-    constexpr int LAG = STAGES > 4 ? 2 : 1;
-    static_assert(STAGES >= LAG + 3, "the consumers hold two stages");
-    int pending = 0;
-    Ring ring, told;
+    Ring ring;
     for (int tile = start; tile < total; tile += stride) {
       const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
+      if (!chosen) continue;
       const unsigned char* w = weights_of(a, p);
-      const unsigned char* x = a.x + (DENSE ? size_t(p.expert) * a.x_part_bytes : 0);
       for (int step = begin; step < end; ++step) {
         barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
-        const u32 bar = full + 8 * ring.stage;
-        if (--ahead < 0 && t == 0) fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy);
+        fetch(w, step, weights + ring.stage * WEIGHT_BYTES, full + 8 * ring.stage, policy);
+        ring.next();
+      }
+    }
+  }
+
+  // ... the other three warps copy tokens, which the kernel before this one may have written.
+  static __device__ void produce_tokens(const Args& a, const int* first, int total, u32 tokens,
+                                        u32 full, u32 empty) {
+    const int t = threadIdx.x - 32, piece = t & 7, size = cluster_size();
+    const int begin = share_of(a, cluster_rank()), end = share_of(a, cluster_rank() + 1);
+    if constexpr (DENSE) previous_kernel_wait();
+    Ring ring;
+    for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
+      const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
+      const unsigned char* x = a.x + (DENSE ? size_t(p.expert) * a.x_part_bytes : 0) + piece * 16;
+      for (int step = begin; step < end; ++step) {
+        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
         const u32 to = tokens + ring.stage * TOKEN_BYTES;
-        for (int row = t >> 3; row < p.rows; row += 16) {
-          const int r = p.row + row;
-          const unsigned char* from =
-              x + row_of(a, r) * a.x_row_bytes + step * (ATOMS * 128) + piece * 16;
+        for (int row = t >> 3; row < p.rows; row += 12) {
+          const unsigned char* from = x + row_of(a, p.row + row) * a.x_row_bytes + step * (ATOMS * 128);
           const u32 at = to + row * 128 + ((piece ^ (row & 7)) << 4);
 #pragma unroll
           for (int atom = 0; atom < ATOMS; ++atom)
             copy16(at + atom * (TOKENS * 128), from + atom * 128);
         }
-        copies_commit();
+        copies_arrive(full + 8 * ring.stage);
         ring.next();
-        if (++pending > LAG) {
-          copies_wait<LAG>();
-          shared_to_products();
-          barrier_arrive(full + 8 * told.stage);
-          told.next();
-        }
       }
-    }
-    copies_wait<0>();
-    shared_to_products();
-    for (pending = min(pending, LAG); pending > 0; --pending) {
-      barrier_arrive(full + 8 * told.stage);
-      told.next();
     }
   }
 
@@ -278,6 +267,7 @@ struct Kernel {
 
   static __device__ Stage enter(Ring& ring, u32 tokens, u32 weights, u32 full, u32 empty) {
     barrier_wait(full + 8 * ring.stage, ring.parity);
+    shared_to_products();  // tokens, which come by ordinary copies
     const Stage s = {tokens + ring.stage * TOKEN_BYTES, weights + ring.stage * WEIGHT_BYTES,
                      empty + 8 * ring.stage};
     ring.next();
@@ -448,7 +438,7 @@ struct Kernel {
     if (threadIdx.x == 0) {
       *reinterpret_cast<u32*>(bars - 16) = PAIR_BYTES;
       for (int i = 0; i < STAGES; ++i) {
-        barrier_init(full + 8 * i, 129);
+        barrier_init(full + 8 * i, 1 + 96);
         barrier_init(empty + 8 * i, 4 * GROUPS);
       }
       barriers_ready();
@@ -476,7 +466,10 @@ struct Kernel {
                             : first[a.experts] * (a.outputs / HEIGHT);
     if (threadIdx.x < 128) {
       fewer_registers<PRODUCER_REGS>();
-      produce(a, first, total, address(tokens), address(weights), full, empty);
+      if (threadIdx.x < 32)
+        produce_weights(a, first, total, address(weights), full, empty);
+      else
+        produce_tokens(a, first, total, address(tokens), full, empty);
     } else {
       more_registers<CONSUMER_REGS>();
       Ring ring;

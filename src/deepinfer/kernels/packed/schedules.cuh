@@ -1,15 +1,15 @@
 // The schedules, each a launcher of its name.
 // format, consumer groups, 64-row tiles a group, tokens a tile, K blocks a stage, stages, promote
-LAUNCHER(fp8_32, FP4_AS_FP8, 4, 1, 32, 2, 8, true)
-LAUNCHER(fp8_32_long, FP4_AS_FP8, 4, 1, 32, 4, 4, true)
-LAUNCHER(fp8_32_pair, FP4_AS_FP8, 2, 1, 32, 2, 7, true, false, 2)
-LAUNCHER(fp8_64, FP4_AS_FP8, 2, 2, 64, 2, 7, true)
+LAUNCHER(fp8_32, FP4_AS_FP8, 4, 1, 32, 4, 4, true)
+LAUNCHER(fp8_32_pair, FP4_AS_FP8, 2, 1, 32, 4, 4, true, false, 2)
+LAUNCHER(fp8_64, FP4_AS_FP8, 2, 2, 64, 4, 4, true)
+LAUNCHER(fp8_64_four, FP4_AS_FP8, 4, 1, 64, 2, 6, true)
 LAUNCHER(fp8_128, FP4_AS_FP8, 2, 2, 128, 2, 5, true)
 LAUNCHER(fp8_128_fast, FP4_AS_FP8, 2, 2, 128, 2, 5, false)
-LAUNCHER(exact_32, FP4_AS_BF16, 4, 1, 32, 2, 7, false)
-LAUNCHER(exact_32_long, FP4_AS_BF16, 4, 1, 32, 4, 4, false)
-LAUNCHER(exact_32_pair, FP4_AS_BF16, 2, 1, 32, 2, 5, false, false, 2)
+LAUNCHER(exact_32, FP4_AS_BF16, 4, 1, 32, 4, 4, false)
+LAUNCHER(exact_32_pair, FP4_AS_BF16, 2, 1, 32, 2, 6, false, false, 2)
 LAUNCHER(exact_64, FP4_AS_BF16, 2, 2, 64, 2, 5, false)
+LAUNCHER(exact_64_four, FP4_AS_BF16, 4, 1, 64, 2, 5, false)
 LAUNCHER(exact_128, FP4_AS_BF16, 2, 2, 128, 1, 7, false)
 // the same, dense; blocks a multiprocessor
 LAUNCHER(dense_32, FP8_AS_BF16, 2, 1, 32, 1, 8, false, true, 2)
