@@ -270,3 +270,28 @@ def test_measured_kernels_take_the_place_of_stated_times() -> None:
     assert times.curves["attend"] is TIMES.curves["attend"]
     assert times.experts_fit.read_us == pytest.approx(1.4 * TIMES.experts_fit.read_us, rel=0.1)
     assert len(told) == 3
+
+
+def test_predictions_stand_beside_measured_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deepinfer.bench.simcheck import compare_steps
+    from deepinfer.bench.steps import StepRecord
+
+    def record(**values: object) -> StepRecord:
+        return StepRecord(form="slice", depth=40, of_depth=40, ranks=8, rows=6, context=16384,
+                          burst_us=0.0, wall_us=None, idle=None, mode="graph", tokens=1.0,
+                          tokens_per_s=1.0, **values)  # type: ignore[arg-type]  # fmt: skip
+
+    found = compare_steps(TIMES, [record(sequences=n, step_us=1e4) for n in (8, 64)])
+    assert 5e3 < found[0].told_us < found[1].told_us < 1e5
+    # The same load as a cluster of one step, its network taken away.
+    cluster = SMALL.but(seqs=64, copies=0, prompt=16384.0, hot=1.0, change=0.0, output=400.0,
+                        counted_layers=8)  # fmt: skip
+    whole = simulate(cluster, 0, TIMES)
+    without = whole.step_ms * 1e3 * (1 - whole.exchange_share)
+    assert without == pytest.approx(found[1].told_us, rel=0.05)
+    file = tmp_path / "steps.jsonl"
+    file.write_text(record(sequences=8, step_us=1e4).to_json() + "\n")
+    assert main(["sim", "check", str(file)]) == 0
+    assert f"{found[0].ratio:.2f}" in capsys.readouterr().out

@@ -22,7 +22,7 @@ from deepinfer.cli.common import SubParsers, UsageError, note, positive
 from deepinfer.errors import ConfigError
 from deepinfer.sim.cluster import simulate
 from deepinfer.sim.settings import Settings, load_settings, parse_setting
-from deepinfer.sim.times import load_times
+from deepinfer.sim.times import Times, load_times
 
 __all__ = ["add_parser", "run"]
 
@@ -45,11 +45,6 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         epilog="settings: " + "; ".join(_described()),
     )
     one.add_argument("--config", metavar="FILE", help="settings as TOML, JSON or YAML")
-    one.add_argument(
-        "--kernels",
-        metavar="FILE",
-        help="kernel times as `deepinfer bench kernels` keeps them take the place of stated ones",
-    )
     one.add_argument("--json", action="store_true", help="print every value as JSON")
     study = forms.add_parser(
         "study",
@@ -60,6 +55,21 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     study.add_argument("name", metavar="NAME", help=", ".join(STUDIES))
     study.add_argument("--out", metavar="FILE", help="add the records to this file, as JSONL")
     study.add_argument("--plot", metavar="FILE", help="draw the curves as PNG")
+    check = forms.add_parser(
+        "check",
+        help="set predictions beside measured steps",
+        description="Predict the decode steps that `deepinfer bench decode` or `bench slice` "
+        "measured, from stated times or from kernels measured on the same card.",
+    )
+    check.add_argument("file", metavar="FILE", help="records of steps")
+    check.add_argument("--device", default="h200", help="times: a packaged name or a file (h200)")
+    for form in (one, check):
+        form.add_argument(
+            "--kernels",
+            metavar="FILE",
+            help="kernel times as `deepinfer bench kernels` keeps them replace stated ones",
+        )
+    check.set_defaults(func=run)
     for form in (one, study):
         form.add_argument(
             "--set",
@@ -83,15 +93,19 @@ def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
     if args.form == "study":
         return _study(args)
+    if args.form == "check":
+        from deepinfer.bench.simcheck import compare_steps, read_steps
+        from deepinfer.bench.simcheck import spelled as table
+
+        records = read_steps(Path(args.file).expanduser())
+        print(table(compare_steps(_times(args.device, args.kernels), records)))
+        return 0
     try:
         file = None if args.config is None else Path(args.config).expanduser()
         settings = load_settings(file, args.sets)
     except ConfigError as error:
         raise UsageError(str(error)) from error
-    times = load_times(settings.device)
-    if args.kernels is not None:
-        times, told = measured_times(times, read_kernels(Path(args.kernels).expanduser()))
-        note("measured: " + ("; ".join(told) or "nothing that a step takes"))
+    times = _times(settings.device, args.kernels)
     found = [simulate(settings, seed, times).values() for seed in range(args.seeds)]
     if args.json:
         print(json.dumps({key: [each[key] for each in found] for key in found[0]}))
@@ -102,6 +116,14 @@ def run(args: argparse.Namespace) -> int:
         width = f"± {half:.2g}" if math.isfinite(half) else ""
         print(f"  {key:<24} {mean:12,.4g} {width}")
     return 0
+
+
+def _times(device: str, kernels: str | None) -> Times:
+    times = load_times(device)
+    if kernels is not None:
+        times, told = measured_times(times, read_kernels(Path(kernels).expanduser()))
+        note("measured: " + ("; ".join(told) or "nothing that a step takes"))
+    return times
 
 
 def _study(args: argparse.Namespace) -> int:
