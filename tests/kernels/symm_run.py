@@ -26,6 +26,7 @@ class Plain:
     """One rank's view of buffers that lie in one process."""
 
     def __init__(self, buffers: list[Tensor], place: int) -> None:
+        self.buffers = buffers  # of all ranks: others write here, too
         self.local = buffers[place]
         self.addresses = [buffer.data_ptr() for buffer in buffers]
 
@@ -66,8 +67,9 @@ def call(members: list[Symmetric], sizes: list[int], columns: int, dtype: torch.
         end = int(found.offsets[-1])
         counts = found.offsets.diff()
         slot = place * NUM_LOCAL + torch.repeat_interleave(torch.arange(NUM_LOCAL), counts)
-        outputs = torch.full_like(found.rows, float("nan"))
-        outputs[:end] = scaled(found.rows[:end], slot, found.weight[:end])
+        rows = found.values[found.rows[:end]]
+        outputs = torch.full((len(found.rows), columns), float("nan"), dtype=dtype)
+        outputs[:end] = scaled(rows, slot, found.weight[:end])
         member.give_back(pushed, outputs)
     problems = []
     for place, (member, pushed) in enumerate(zip(members, pending, strict=True)):
@@ -118,7 +120,8 @@ def compile_all(archs: list[int]) -> list[str]:
         member = ranks(2, columns, dtype, quantize)[0]
         rows = torch.ones(2, columns, dtype=dtype)
         pushed = member.dispatch(rows, torch.zeros(2, 3).long(), torch.ones(2, 3), NUM_LOCAL)
-        member.combine(pushed, torch.zeros_like(pushed.wait().rows))
+        count = len(pushed.wait().rows)
+        member.combine(pushed, torch.zeros(count, columns, dtype=dtype))
     assert len(seen) >= 8 * len(archs), seen
     return problems
 

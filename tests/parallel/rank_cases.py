@@ -80,9 +80,9 @@ def _exchange_once(
     found = pending.wait()
     counts = torch.from_numpy(np.diff(found.offsets.numpy()))
     expert = torch.repeat_interleave(torch.tensor(maps.local_experts), counts)
-    outputs = torch.full_like(found.rows, float("nan"))  # what is behind the last run is nobody's
     end = int(found.offsets[-1])
-    outputs[:end] = _expert(found.rows[:end], expert, found.weight[:end])
+    outputs = torch.full((len(found.rows), WIDTH), float("nan"), dtype=x.dtype)
+    outputs[:end] = _expert(found.values[found.rows[:end]], expert, found.weight[:end])
     assert int(layer.counts.sum()) == chosen.numel()
     return exchange.combine(pending, outputs)
 

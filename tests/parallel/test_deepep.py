@@ -69,7 +69,8 @@ def test_rows_come_back_choice_by_choice(monkeypatch: pytest.MonkeyPatch) -> Non
     found = pending.wait()
     assert found.offsets.tolist() == [0, 2, 3, 4, 6]
     owner = torch.repeat_interleave(torch.arange(4), found.offsets.diff())
-    outputs = (found.rows.float() * (owner + 1).unsqueeze(1) * found.weight.unsqueeze(1)).bfloat16()
+    rows = found.values[found.rows].float()
+    outputs = (rows * (owner + 1).unsqueeze(1) * found.weight.unsqueeze(1)).bfloat16()
     wanted = (x.float().unsqueeze(1) * (slots + 1).unsqueeze(2) * weight.unsqueeze(2)).bfloat16()
     assert torch.equal(exchange.combine(pending, outputs), wanted)
 

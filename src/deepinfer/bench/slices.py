@@ -87,7 +87,7 @@ class _Made:
 
     def wait(self) -> Received:
         rows = self.rows
-        return Received(self._values[rows.pick], rows.weight, rows.offsets)
+        return Received(self._values, rows.pick, rows.weight, rows.offsets)
 
 
 class Replayed:

@@ -36,7 +36,7 @@ class _Sent:
         rows, slot, weight, counts = self._found
         self.order = torch.argsort(slot.flatten(), stable=True)
         offsets = torch.tensor([0, *counts]).cumsum(0).to(rows.device)
-        return Received(rows[self.order], weight.flatten()[self.order], offsets)
+        return Received(rows, self.order, weight.flatten()[self.order], offsets)
 
 
 class DeepEp:

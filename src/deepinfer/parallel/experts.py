@@ -107,14 +107,17 @@ class ExpertMaps:
 
 
 class Received(NamedTuple):
-    """Rows of this rank's experts.
+    """Rows for this rank's experts, and which of its slots each is for.
 
-    rows     [R, C] sorted by local slot, dtype of activations; those behind the last run are of
-             no slot and count for nothing
+    values   [U, C] rows as they came, dtype of activations; those that nothing points to hold
+             anything
+    rows     [R] int64, the row of each choice, sorted by local slot; those behind the last run are
+             of no slot and count for nothing
     weight   [R] fp32
-    offsets  [n+1] int64: rows of slot i are offsets[i]..offsets[i+1]-1
+    offsets  [n+1] int64: choices of slot i are offsets[i]..offsets[i+1]-1
     """
 
+    values: Tensor
     rows: Tensor
     weight: Tensor
     offsets: Tensor
@@ -265,8 +268,8 @@ def _sort(wire: Wire, data: Tensor, like: Tensor, k: int, place: int, num_local:
     if data.device.type == "cpu":  # elsewhere a look at the count would wait for the device
         count = int(groups.offsets[-1])
         rows, weights = rows[:count], weights[:count]
-    values = wire.rows(data, like, k)[rows]
-    return _Sorted(groups.place, Received(values, weights, groups.offsets))
+    values = wire.rows(data, like, k)
+    return _Sorted(groups.place, Received(values, rows, weights, groups.offsets))
 
 
 def _destinations(slots: Tensor, num_local: int, size: int) -> tuple[Tensor, Tensor]:

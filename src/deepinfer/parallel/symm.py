@@ -6,8 +6,12 @@ used. Source: parallelism specification, 3.5.
 
 from __future__ import annotations
 
+import logging
+import pickle
+from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -18,8 +22,9 @@ from deepinfer.kernels.grouping import group as group_choices
 from deepinfer.parallel.comm import Group
 from deepinfer.parallel.experts import Received, RowShape
 
-__all__ = ["PeerMemory", "Symmetric", "SymmetricMemory", "room", "symmetric"]
+__all__ = ["IpcMemory", "PeerMemory", "Symmetric", "SymmetricMemory", "room", "symmetric"]
 
+_log = logging.getLogger(__name__)
 _LIMIT: Final = 30_000_000  # looks at a flag, about a microsecond each
 _ALIGN: Final = 256
 _HEAD: Final = 16  # a row's header is a multiple of so many bytes
@@ -44,28 +49,79 @@ class PeerMemory(Protocol):
 
 
 class SymmetricMemory:
-    """Memory of torch's symmetric allocator; every rank of the group makes one.
-
-    Raises UnsupportedError when the cards cannot reach each other.
-    """
+    """Memory of torch's symmetric allocator; every rank of the group makes one."""
 
     def __init__(
-        self, num_bytes: int, place: int, size: int, store: Store, device: torch.device, name: str
+        self, num_bytes: int, place: int, size: int, store: Store, device: torch.device
     ) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch._C._distributed_c10d import (
+            ProcessGroup,
+            _register_process_group,
+            _SymmetricMemory,
+        )
 
         memory: Any = _SymmetricMemory
-        others = [d for d in range(torch.cuda.device_count()) if d != device.index]
-        if not all(torch.cuda.can_device_access_peer(device.index or 0, d) for d in others):
-            raise UnsupportedError(
-                "symm: the GPUs of this host cannot write to each other's memory"
-            )
-        memory.set_group_info(name, place, size, PrefixStore(f"symm {name}", store))
+        if place == 0:
+            store.set("symm/name", f"deepinfer {uuid4().hex}")
+        name = store.get("symm/name").decode()
+        own = PrefixStore("symm", store)
+        make: Any = ProcessGroup
+        register: Any = _register_process_group
+        self._group = make(own, place, size)  # older versions look the group up, newer take these
+        register(name, self._group)
+        memory.set_group_info(name, place, size, own)
         self.local: Tensor = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         self.local.zero_()
         torch.cuda.synchronize(device)
         self._handle = memory.rendezvous(self.local, name)
         self.addresses: list[int] = list(self._handle.buffer_ptrs)
+
+
+class IpcMemory:
+    """Plain memory of each rank, opened by the others: where the symmetric allocator fails."""
+
+    def __init__(
+        self, num_bytes: int, place: int, size: int, store: Store, device: torch.device
+    ) -> None:
+        self.local: Tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)
+        storage: Any = self.local.untyped_storage()
+        store.set(f"ipc/{place}", b64encode(pickle.dumps(storage._share_cuda_())).decode())
+        open_storage: Any = torch.UntypedStorage._new_shared_cuda
+        self._others: list[Any] = []
+        self.addresses: list[int] = []
+        for rank in range(size):
+            if rank == place:
+                self.addresses.append(self.local.data_ptr())
+                continue
+            other = open_storage(*pickle.loads(b64decode(store.get(f"ipc/{rank}"))))
+            view = torch.empty(0, dtype=torch.uint8, device=other.device).set_(other)
+            view[:1].to(device)  # lets this card reach the other's memory
+            self._others.append(other)
+            self.addresses.append(view.data_ptr())
+
+
+def _peer_memory(num_bytes: int, group: Group, store: Store, device: torch.device) -> PeerMemory:
+    """Return memory that all ranks of a group can write.
+
+    Raises UnsupportedError when there is no way.
+    """
+    others = [d for d in range(torch.cuda.device_count()) if d != device.index]
+    if not all(torch.cuda.can_device_access_peer(device.index or 0, d) for d in others):
+        raise UnsupportedError("symm: the GPUs of this host cannot write to each other's memory")
+    own = PrefixStore(f"peers {group.members[0]}", store)
+    problems = []
+    for kind in (SymmetricMemory, IpcMemory):
+        found: PeerMemory | None = None
+        try:
+            found = kind(num_bytes, group.place, group.size, own, device)
+        except (RuntimeError, TypeError, AttributeError, ImportError) as error:
+            problems.append(f"{kind.__name__}: {str(error).splitlines()[0]}")
+        failed = torch.tensor([found is None], dtype=torch.int32, device=device)
+        if not int(group.all_reduce(failed, largest=True)) and found is not None:
+            _log.info("experts travel through %s", kind.__name__)
+            return found
+    raise UnsupportedError("symm: no memory that all GPUs of the host reach", problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +231,12 @@ class Symmetric:
             self._place * pushed.num_local,
         )  # fmt: skip
         groups = group_choices(chosen, weights, pushed.num_local)
-        values = kernels.gather(
-            rows, groups.rows, groups.offsets[-1:], self.most_rows, self._capacity,
-            layout.row_bytes, active, self._columns, self._dtype, self._quantize,
+        values = kernels.decode(
+            rows, chosen, pushed.num_local, self.most_rows, self._capacity, layout.row_bytes,
+            self._columns, self._dtype, self._quantize,
         )  # fmt: skip
         pushed.place = groups.place
-        return Received(values, groups.weights, groups.offsets)
+        return Received(values, groups.rows, groups.weights, groups.offsets)
 
     def combine(self, pending: object, outputs: Tensor) -> Tensor:
         """Return every choice's output row to its source; rows of choices of -1 hold anything."""
@@ -222,8 +278,7 @@ def symmetric(
     layout = room(
         group.size, shape.capacity, shape.columns, shape.active, shape.dtype.itemsize, quantize
     )
-    name = f"experts {group.members[0]}"
-    memory = SymmetricMemory(layout.total, group.place, group.size, store, device, name)
+    memory = _peer_memory(layout.total, group, store, device)
     return Symmetric(
         memory,
         group.place,

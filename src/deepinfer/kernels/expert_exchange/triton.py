@@ -33,7 +33,7 @@ from deepinfer.kernels.tiles import (
     ue8m0_value,
 )
 
-__all__ = ["HEAD_ALIGN", "await_flags", "gather", "give_back", "header", "push", "raise_flags"]
+__all__ = ["HEAD_ALIGN", "await_flags", "decode", "give_back", "header", "push", "raise_flags"]
 
 HEAD_ALIGN = 16
 _TILE = 1024
@@ -131,24 +131,25 @@ def _header(
 
 
 @triton.jit
-def _gather(
-    rows, source, end, out, most, capacity, row_bytes, C,
-    QUANTIZE: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
+def _decode(
+    rows, chosen, num_local, out, most, capacity, row_bytes, C, K,
+    QUANTIZE: tl.constexpr, HEAD: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (sorted row, tile) reads the received row that it stands for."""
-    sorted_row = tl.program_id(0).to(tl.int64)
-    if sorted_row < tl.load(end):
-        found = tl.load(source + sorted_row)
-        base = rows + ((found // most) * capacity + found % most) * row_bytes + HEAD
+    """Program (received row, tile) reads the row's values if it is for this rank."""
+    row = tl.program_id(0).to(tl.int64)
+    choice = tl.arange(0, BK)
+    slot = tl.load(chosen + row * K + choice, choice < K, -1)
+    if tl.sum(((slot >= 0) & (slot < num_local)).to(tl.int32), 0) > 0:
+        base = rows + ((row // most) * capacity + row % most) * row_bytes + HEAD
         column = tl.program_id(1) * TILE + tl.arange(0, TILE)
         held = column < C
         if QUANTIZE:
             value = e4m3_value(tl.load(base + column, held, 0))
             value = value * ue8m0_value(tl.load(base + C + column // 32, held, 0))
-            tl.store(out + sorted_row * C + column, narrow(value, out.dtype.element_ty), held)
+            tl.store(out + row * C + column, narrow(value, out.dtype.element_ty), held)
         else:  # out is its bytes, eight a word
             word = tl.load(base.to(tl.pointer_type(tl.int64)) + column, held, 0)
-            tl.store(out + sorted_row * C + column, word, held)
+            tl.store(out + row * C + column, word, held)
 
 
 @triton.jit
@@ -228,20 +229,21 @@ def header(
     return chosen, weights
 
 
-def gather(
-    rows: Tensor, source: Tensor, end: Tensor, most: int, capacity: int, row_bytes: int,
-    active: int, columns: int, dtype: torch.dtype, quantize: bool,
+def decode(
+    rows: Tensor, chosen: Tensor, num_local: int, most: int, capacity: int, row_bytes: int,
+    columns: int, dtype: torch.dtype, quantize: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the values [P, C] of sorted rows, as `round_trip` would have them.
+    """Return the values [N * most, C] of received rows, as `round_trip` would have them.
 
-    source  [P] int64 received row of each; end [1] int64, rows from there on are left as they are
+    chosen  [N * most, k] local slots: rows without any of 0..num_local-1 are left as they are
     """
-    out = torch.empty(source.shape[0], columns, dtype=dtype, device=rows.device)
+    total, active = chosen.shape
+    out = torch.empty(total, columns, dtype=dtype, device=rows.device)
     into = out if quantize else out.view(torch.int64)
     launch(
-        _gather, (source.shape[0], ceil_div(into.shape[1], _TILE)), rows, source, end, into, most,
-        capacity, row_bytes, into.shape[1], QUANTIZE=quantize, HEAD=head_bytes(active),
-        TILE=_TILE,
+        _decode, (total, ceil_div(into.shape[1], _TILE)), rows, chosen, num_local, into, most,
+        capacity, row_bytes, into.shape[1], active, QUANTIZE=quantize, HEAD=head_bytes(active),
+        BK=next_power(active, 2), TILE=_TILE,
     )  # fmt: skip
     return out
 

@@ -81,24 +81,31 @@ def _ranked(
     Every choice's row comes back unsummed, and the sum is that of one process.
     """
     ops = step.ops
-    pending = ranks.dispatch(x, chosen, weight)
+    chosen, order = chosen.sort(dim=1)  # terms come back in the order in which they add up
+    pending = ranks.dispatch(x, chosen, weight.gather(1, order))
     quantized = step.act_quantized(x, "act8")
     shared = _expert(step, ops.fp8_linear(quantized, weights.shared_w1_w3, False), None)
     shared = ops.fp8_linear(shared, weights.shared_w2, step.numerics.quantize)
     terms = _serve(step, weights, ranks, pending)
-    order = chosen.argsort(dim=1).unsqueeze(2).expand_as(terms)
     places = torch.arange(chosen.numel(), device=x.device).view(chosen.shape)
-    return combine(terms.gather(1, order).flatten(0, 1), places, shared)
+    return combine(terms.flatten(0, 1), places, shared)
 
 
 def _serve(step: Pass, weights: MoeWeights, ranks: LayerExperts, pending: Pending) -> Tensor:
     """Run the rows that came for this rank's experts; return those of its own tokens [T, k, C]."""
     ops, found = step.ops, pending.wait()
-    routed = found.rows
-    if routed.shape[0]:
-        gate_up = ops.expert_linear(routed, weights.w1_w3, found.offsets, False)
-        routed = _expert(step, gate_up, found.weight)
-        routed = ops.expert_linear(routed, weights.w2, found.offsets, step.numerics.quantize)
+    if not found.rows.shape[0]:
+        return ranks.exchange.combine(pending, found.values[:0])
+    routed = ops.routed_experts(
+        found.values,
+        found.rows,
+        found.weight,
+        found.offsets,
+        weights.w1_w3,
+        weights.w2,
+        step.config.swiglu_limit,
+        step.numerics.quantize,
+    )
     return ranks.exchange.combine(pending, routed)
 
 
