@@ -9,11 +9,10 @@ inline uint32_t bf16_bits(float x) {
 }
 inline uint32_t bf16_pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 
-inline void multiply(float (&acc)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                     uint32_t b0, uint32_t b1) {
+inline void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const int lane = host::thread() % 32;
   uint32_t* all = reinterpret_cast<uint32_t*>(&host::block().operands[host::thread() / 32 * 256]);
-  const uint32_t own[6] = {a0, a1, a2, a3, b0, b1};
+  const uint32_t own[6] = {a[0], a[1], a[2], a[3], b0, b1};
   std::memcpy(all + lane * 8, own, sizeof own);
   host::warp_wait();
   auto half = [](uint32_t word, int which) {
@@ -32,7 +31,14 @@ inline void multiply(float (&acc)[4], uint32_t a0, uint32_t a1, uint32_t a2, uin
   host::warp_wait();
 }
 
-inline void meet(int name, int threads) { host::wait(host::block().named[name], threads); }
+inline void meet() { host::wait(host::block().named[1], host::running - 32); }
+inline void load_matrix(uint32_t (&a)[4], const unsigned char* rows, int column) {
+  const int lane = host::thread() % 32, stride = 1024 * 2 + 16;
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i % 2 * 8, at = column + lane % 4 * 2 + i / 2 * 8;
+    std::memcpy(&a[i], rows + row * stride + at * 2, 4);
+  }
+}
 inline uint4 load_once(const uint16_t* p) { return *reinterpret_cast<const uint4*>(p); }
 inline void count_in(uint32_t* counter) { ++*counter; ++host::progress; }
 inline void wait_for(const uint32_t* counter, uint32_t least) {

@@ -212,11 +212,11 @@ def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(se
     norm = (1 + 0.1 * torch.randn(5120, generator=gen)).bfloat16()
     scale, base = torch.rand(3, generator=gen) + 0.5, torch.randn(24, generator=gen)
     weights = SiteWeights(DenseWeight(fn, fn), scale, base, norm)
-    inputs = site_inputs(17, gen)
+    inputs = site_inputs(33, gen)
     first: list[Tensor] = []
-    for num, cut in ((3, None), (17, site.Plan(1, 20, 1))):
+    for num, together in ((3, None), (17, 2), (33, 1)):
         h, y, post, comb, pre = (x[:num] for x in inputs)
-        got = site.hyper_site(h, y, post, comb, pre, weights, 1e-20, 1e-6, 20, cut=cut)
+        got = site.hyper_site(h, y, post, comb, pre, weights, 1e-20, 1e-6, 20, num_groups=together)
         assert not site._workspace(h.device)[2].any()
         streams = hyper_expand(h, y, post, comb)
         exact = 2**-7 * streams.double().abs() + 1e-5
@@ -231,13 +231,12 @@ def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(se
         assert all(torch.equal(x[:3], y) for x, y in zip(got, first, strict=True))
 
 
-def test_a_plan_runs_all_blocks_at_once() -> None:
+def test_all_blocks_run_at_once() -> None:
     for num in range(1, 2000, 7):
-        cut = site.plan(num, 132)
-        assert cut.slices * cut.groups <= 132
-        assert cut.groups <= -(-num // cut.tile)
-    assert site.plan(32, 132) == site.Plan(0, 40, 1)
-    assert site.plan(4096, 132) == site.Plan(2, 10, 13)
+        assert site.SLICES * site.groups(num, 132) <= 132
+        assert site.groups(num, 132) <= -(-num // site.TILE)
+    assert site.groups(32, 132) == 2
+    assert site.groups(4096, 132) == 6
 
 
 @pytest.mark.parametrize("change", ["dtype", "row", "count"])
