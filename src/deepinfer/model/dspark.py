@@ -160,9 +160,10 @@ class DraftModel:
         ops, num = self.ops, first.shape[0]
         tokens, confidences, logits = [first], [], []
         for row in range(count):
-            markov = self.markov_embed[tokens[-1]].float()
+            markov = self.markov_embed[tokens[-1]]
             biased = base[:, row] + ops.dense_linear(markov, self.markov_head, torch.float32)
-            joint = torch.cat([hidden[:, row].float(), markov], dim=1)
+            # bf16 holds both exactly, where activations are bf16; products are fp32 in any case.
+            joint = torch.cat([hidden[:, row], markov.to(hidden.dtype)], dim=1)
             confidences.append(ops.dense_linear(joint, self.confidence, torch.float32)[:, 0])
             logits.append(biased)
             tokens.append(biased.argmax(-1) if choose is None else choose(row, biased))

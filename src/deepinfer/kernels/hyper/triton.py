@@ -10,35 +10,53 @@ from torch import Tensor
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.tiles import ceil_div, dot, launch, narrow, next_power, sigmoid
 
-_ROWS, _INPUTS, _TOKENS = 16, 64, 16
+_ROWS, _INPUTS, _TOKENS = 16, 64, 4
+_PART = 512  # inputs that one program adds up: a row's sums are cut in the same places in any batch
 
 
 @triton.jit
 def _project(
-    h, fn, scale, base, out, T, W, K, M, eps,
+    h, fn, sums, squares, T, W, K, part,
     BT: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, W]: normalized, scaled and shifted projections of the flattened streams."""
+    """sums [parts, T, W], squares [parts, T]: projections over `part` of the flattened streams."""
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     column = tl.arange(0, BW)
+    begin = tl.program_id(1) * part
     acc = tl.zeros((BT, BW), tl.float32)
-    squares = tl.zeros((BT,), tl.float32)
-    for start in range(0, K, BK):
+    total = tl.zeros((BT,), tl.float32)
+    for start in range(begin, begin + part, BK):
         k = start + tl.arange(0, BK)
         held = (row < T)[:, None] & (k < K)[None, :]
         values = tl.load(h + row[:, None] * K + k[None, :], held, 0.0).to(tl.float32)
         held = (column < W)[:, None] & (k < K)[None, :]
         weights = tl.load(fn + column[:, None] * K + k[None, :], held, 0.0)
         acc = dot(values, tl.trans(weights), acc, False)
-        squares += tl.sum(values * values, 1)
-    mean = tl.div_rn(squares, tl.zeros_like(squares) + K)
-    norm = tl.div_rn(tl.zeros_like(mean) + 1.0, tl.sqrt_rn(mean + eps))
-    gain = tl.where(column < M, 0, tl.where(column < 2 * M, 1, 2))
-    factor = tl.load(scale + gain)[None, :]
-    shift = tl.load(base + column, column < W, 0.0)[None, :]
+        total += tl.sum(values * values, 1)
+    at = tl.program_id(1).to(tl.int64) * T + row
     held = (row < T)[:, None] & (column < W)[None, :]
-    result = acc * norm[:, None] * factor + shift
-    tl.store(out + row[:, None] * W + column[None, :], result, held)
+    tl.store(sums + at[:, None] * W + column[None, :], acc, held)
+    tl.store(squares + at, total, row < T)
+
+
+@triton.jit
+def _join(
+    sums, squares, scale, base, out, T, W, K, M, parts, eps, BW: tl.constexpr
+):  # fmt: skip
+    """out [T, W]: parts added up in order, normalized, scaled and shifted; one program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BW)
+    acc = tl.zeros((BW,), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    for part in range(parts):
+        at = row + part * T
+        acc += tl.load(sums + at * W + column, column < W, 0.0)
+        total += tl.load(squares + at)
+    mean = tl.div_rn(total, K.to(tl.float32))
+    norm = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    gain = tl.where(column < M, 0, tl.where(column < 2 * M, 1, 2))
+    result = acc * norm * tl.load(scale + gain) + tl.load(base + column, column < W, 0.0)
+    tl.store(out + row * W + column, result, column < W)
 
 
 @triton.jit
@@ -89,10 +107,16 @@ def hyper_mix(
     comb = raw.new_empty(num_rows, streams, streams)
     if not num_rows:
         return pre, post, comb
+    parts = ceil_div(streams * dim, _PART)
+    sums = raw.new_empty(parts, num_rows, width)
+    squares = raw.new_empty(parts, num_rows)
     launch(
-        _project, (ceil_div(num_rows, _ROWS),), h, weight, scale.float(), base.float(), raw,
-        num_rows, width, streams * dim, streams, norm_eps,
-        BT=_ROWS, BW=next_power(width, 16), BK=_INPUTS,
+        _project, (ceil_div(num_rows, _ROWS), parts), h, weight, sums, squares,
+        num_rows, width, streams * dim, _PART, BT=_ROWS, BW=next_power(width, 16), BK=_INPUTS,
+    )  # fmt: skip
+    launch(
+        _join, (num_rows,), sums, squares, scale.float(), base.float(), raw, num_rows, width,
+        streams * dim, streams, parts, norm_eps, BW=next_power(width, 16),
     )  # fmt: skip
     launch(
         _coefficients, (ceil_div(num_rows, _TOKENS),), raw, pre, post, comb, num_rows, width,
