@@ -123,7 +123,7 @@ __device__ inline void barrier_wait(uint64_t* barrier, u32 phase) {
 
 // What a block keeps besides its large arrays.
 struct Scratch {
-  u32 counts[3][4];
+  u32 counts[2][3][32];
   u32 totals[2][2][32];
   u32 least, most, listed;
 };
@@ -159,27 +159,22 @@ __device__ void count_keys(const T* keys, int n, u32 a, u32 b, u32 c, u32& na, u
 // the answer where no other is; lo >= 1. `count` adds a thread's share to three sums.
 template <typename Count>
 __device__ u32 search(u32 lo, u32 hi, u32 want, u32 slack, Scratch& s, u32& above, Count count) {
-  if (threadIdx.x < 4) s.counts[0][threadIdx.x] = 0;
-  __syncthreads();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   above = 0;
-  for (int turn = 0; lo < hi; turn = turn == 2 ? 0 : turn + 1) {
+  for (int turn = 0; lo < hi; turn ^= 1) {
     const u32 span = hi - lo, quarter = span / 4;
     const u32 a = lo + (quarter ? quarter : 1), b = lo + (span / 2 ? span / 2 : 1);
     const u32 c = hi - quarter;
-    u32* totals = s.counts[turn];
     u32 na = 0, nb = 0, nc = 0;
     count(a, b, c, na, nb, nc);
     na = __reduce_add_sync(kFull, na);
     nb = __reduce_add_sync(kFull, nb);
     nc = __reduce_add_sync(kFull, nc);
-    if (threadIdx.x % 32 == 0) {
-      if (na) atomicAdd(totals, na);
-      if (nb) atomicAdd(totals + 1, nb);
-      if (nc) atomicAdd(totals + 2, nc);
-    }
-    if (threadIdx.x < 4) s.counts[turn == 2 ? 0 : turn + 1][threadIdx.x] = 0;
+    if (lane < 3) s.counts[turn][lane][warp] = lane ? (lane == 1 ? nb : nc) : na;
     __syncthreads();
-    na = totals[0], nb = totals[1], nc = totals[2];
+    na = __reduce_add_sync(kFull, lane < kWarps ? s.counts[turn][0][lane] : 0);
+    nb = __reduce_add_sync(kFull, lane < kWarps ? s.counts[turn][1][lane] : 0);
+    nc = __reduce_add_sync(kFull, lane < kWarps ? s.counts[turn][2][lane] : 0);
     if (nc >= want) {
       lo = c;
       if (nc <= want + slack) return above = nc, c - 1;
@@ -295,23 +290,27 @@ struct Stream {
   uint64_t* barriers;
   int rows, entries;
   int row, chunk, asked, used;  // next to ask for; chunks so far
+  int limit;                    // entries of the row to ask for
 
   __device__ int seen(int of) const {
     const int64_t v = visible[of];
     return static_cast<int>(v < 0 ? 0 : v < entries ? v : entries);
   }
   __device__ void ask() {  // one thread
-    while (row < rows && chunk * kEntries >= seen(row)) row += gridDim.x, chunk = 0;
+    while (row < rows && chunk * kEntries >= limit) {
+      row += gridDim.x, chunk = 0;
+      limit = row < rows ? seen(row) : 0;
+    }
     if (row >= rows) return;
     const int64_t first = static_cast<int64_t>(chunk) * kEntries;
-    const u32 bytes = min(kEntries, seen(row) - static_cast<int>(first)) * sizeof(T);
+    const u32 bytes = min(kEntries, limit - static_cast<int>(first)) * sizeof(T);
     const int stage = asked++ % STAGES;
     bulk_copy(ring + stage * kBytes, scores + row * stride + first, (bytes + 15) / 16 * 16,
               barriers + stage);
     ++chunk;
   }
   __device__ void begin() {
-    row = blockIdx.x, chunk = 0, asked = 0, used = 0;
+    row = blockIdx.x, chunk = 0, asked = 0, used = 0, limit = seen(row);
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES; ++i) barrier_begin(barriers + i);
       barriers_seen();
