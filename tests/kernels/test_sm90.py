@@ -196,6 +196,14 @@ def test_index_scores_equal_the_reference(per_block: int, spread: float, seed: i
                 assert ((error - step) <= 2e-5 * want[seen].square().mean().sqrt()).all()
 
 
+def test_stretches_fill_the_last_round() -> None:
+    assert index.stretch(65536, 128, 396, 64, 1 << 20) == 21888  # 3 x 128 of 396
+    for entries, groups in ((64, 1), (65536, 1), (131072, 32), (1 << 20, 700)):
+        size = index.stretch(entries, groups, 396, 64, 1 << 21)
+        assert size % 64 == 0
+        assert size <= entries + 64
+
+
 def site_inputs(num: int, gen: torch.Generator) -> tuple[Tensor, ...]:
     """Streams, output, post, comb and pre of any number of tokens."""
     h = torch.randn(num, 4, 5120, generator=gen).bfloat16()

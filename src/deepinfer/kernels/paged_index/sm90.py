@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +24,8 @@ __all__ = ["accepts", "paged_index_score"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 TILE: Final = 64  # keys of one product
-SLOTS: Final = 132 * 3 * 2  # pieces of work that fill the card twice
+RESIDENT: Final = {1: 4, 2: 4, 4: 3, 6: 3, 8: 2}  # blocks of a multiprocessor, by rows
+BEGIN: Final = 6  # what a block costs before its first product, in products
 
 
 def _power(n: int) -> bool:
@@ -57,6 +60,23 @@ def rows_each(num_rows: int, num_sequences: int) -> int:
     """
     most = -(-num_rows // max(1, num_sequences))
     return next(n for n in (1, 2, 4, 6, 8) if n >= min(most, 8))
+
+
+@cache
+def stretch(entries: int, groups: int, slots: int, unit: int, most: int) -> int:
+    """How many entries a block takes so that the last round of blocks is nearly full.
+
+    slots  blocks that run at the same time
+    unit   the stretch is a multiple of it, and at most `most`
+    """
+    best, least = unit, math.inf
+    for parts in range(1, max(2, min(256, -(-entries // unit) + 1))):
+        size = -(-entries // (parts * unit)) * unit
+        rounds = -(-(-(-entries // size) * groups) // slots)
+        cost = rounds * (size // TILE + BEGIN)
+        if size <= most and cost < least:
+            best, least = size, cost
+    return best
 
 
 def paged_index_score(
@@ -95,10 +115,11 @@ def paged_index_score(
         return out[:, :columns]
     each = each or rows_each(num_rows, table.shape[0])
     groups = -(-num_rows // each)
-    unit = TILE if blocks is None else 32 * block_size  # whole words of a bitmap
     if chunk is None:
-        units = -(-num_entries // unit) * groups // SLOTS
-        chunk = unit * max(4 if blocks is None else 1, min(128 if blocks is None else 64, units))
+        unit = TILE if blocks is None else 32 * block_size  # whole words of a bitmap
+        most = num_entries + unit if blocks is None else 64 * unit
+        slots = nvcc.processors(q.device) * RESIDENT[each]
+        chunk = stretch(num_entries, groups, slots, unit, most)
     q, weight, rows, visible = (x.contiguous() for x in (q, weight, rows, visible))
     nvcc.call(
         nvcc.load(SOURCE), "index_scores", q.device, q, weight,
