@@ -24,6 +24,7 @@ from deepinfer.parallel.balance import (
     initial_placement,
     judge,
     logical_counts,
+    plan_by_steps,
     plan_by_totals,
 )
 from deepinfer.parallel.migrate import relabel
@@ -443,11 +444,19 @@ class Cluster:
         self._since_plan = 0
         self.plans_made += 1
         seen, unseen = self._window.split()
-        if s.policy == "steps":
-            wished = adapt(self.placement, seen)
+        slots = self.placement.num_slots
+        if s.policy == "totals":
+            plans = [relabel(self.placement, plan_by_totals(seen, s.expert, slots))]
         else:
-            fresh = plan_by_totals(seen, s.expert, self.placement.num_slots)
-            wished = relabel(self.placement, fresh)
+            plans = [adapt(self.placement, seen), plan_by_steps(seen, s.expert, slots)]
+            plans[1] = relabel(self.placement, plans[1])
+        for wished in sorted(plans, key=lambda plan: -balancedness(plan, unseen)):
+            if self._adopt(wished, unseen):
+                return
+
+    def _adopt(self, wished: Placement, unseen: NDArray[np.integer]) -> bool:
+        """Begin to move to a placement if that pays."""
+        s = self.settings
         moved = int((wished.slots != self.placement.slots).sum()) / (s.expert * s.counted_layers)
         link = self.fabric
         if s.expert > link.reach and link.beyond is not None:
@@ -460,6 +469,7 @@ class Cluster:
                      migration_rows=round(paid / self._scale))  # fmt: skip
         if gain.worth_it:
             self._next = (wished, cost_us / _STAGED_SHARE if s.staged else cost_us)
+        return gain.worth_it
 
     def _move(self, spent: Floats, groups: Flags) -> float:
         """Go on moving experts; returns how long the steps stand still for it."""
