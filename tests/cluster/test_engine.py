@@ -35,6 +35,12 @@ def params(count: int) -> list[SamplingParams]:
     ]
 
 
+SHAPED = [
+    SamplingParams(max_tokens=12, seed=i, structured={"choice": ["yes", "no", f"row {i}"]})
+    for i in range(5)
+]
+
+
 def loop_of(llm: LLM) -> GroupLoop:
     assert isinstance(llm._loop, GroupLoop)
     return llm._loop
@@ -66,6 +72,7 @@ def test_four_ranks_give_the_tokens_of_one() -> None:
     settings = {**SMALL, "speculation.num_drafts": 2}
     with LLM("golden", "cpu", settings) as one:
         wanted = one.generate(prompts(9), params(9))
+        shaped = one.generate(prompts(5), SHAPED)
         chunks = list(one.stream(prompts(2), SamplingParams(max_tokens=6, logprobs=True, seed=3)))
         sampled = one.generate(prompts(1), SamplingParams(max_tokens=5, n=3, seed=4, temperature=1))
     ranks = {"parallel.data": 4, "parallel.expert": 2, "parallel.engram": 4,
@@ -75,6 +82,8 @@ def test_four_ranks_give_the_tokens_of_one() -> None:
         children = [child.pid for child in loop.member.children.values()]
         assert len(children) == 3
         same(llm.generate(prompts(9), params(9)), wanted)
+        same(llm.generate(prompts(5), SHAPED), shaped)  # grammars are compiled where they run
+        assert all(c.text in SHAPED[c.index].structured.choice for c in shaped)
         streamed = list(llm.stream(prompts(2), SamplingParams(max_tokens=6, logprobs=True, seed=3)))
         ends = [[c.completion for c in part if c.completion] for part in (streamed, chunks)]
         same(*(sorted(end, key=lambda c: c.index) for end in ends))
@@ -102,6 +111,18 @@ def test_four_ranks_give_the_tokens_of_one() -> None:
         with pytest.raises(UnsupportedError, match="ranks above 0"):
             llm.serve()
     wait_gone(children, 5.0)
+
+
+@pytest.mark.multi
+def test_eight_ranks() -> None:
+    """Two groups of four share the experts, all eight the tables; the trained checkpoint."""
+    settings = {**SMALL, "scheduling.max_num_seqs": 2, "speculation.num_drafts": 3}
+    with LLM("demo", "cpu", settings) as one:
+        wanted = one.generate(prompts(24), params(24))
+    ranks = {"parallel.data": 8, "parallel.expert": 4, "parallel.engram": 8}
+    others = {"parallel.backend": "fixed", "parallel.placement": "fixed"}
+    with LLM("demo", "cpu", {**settings, **ranks, **others}) as llm:
+        same(llm.generate(prompts(24), params(24)), wanted)
 
 
 def test_replicas_without_shared_experts() -> None:

@@ -1,4 +1,4 @@
-"""EngineConfig: dotted keys, text, near matches, bounds and what is not built yet."""
+"""EngineConfig: dotted keys, text, near matches and bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer.config.engine import (
-    _NOT_BUILT,
     CacheConfig,
     EngineConfig,
     NumericsConfig,
@@ -118,18 +117,6 @@ def test_unknown_keys(key: str, words: str) -> None:
     (problem,) = problems_of({key: 1})
     assert "unknown setting" in problem
     assert words in problem
-
-
-@pytest.mark.parametrize("key", sorted(_NOT_BUILT))
-def test_not_built(key: str) -> None:
-    """Every row names a real setting, accepts its default and refuses another valid value."""
-    setting = settings()[key]
-    works, _ = _NOT_BUILT[key]
-    assert EngineConfig().to_dotted()[key] == works
-    others: list[object] = [*setting.words, True, False, 2]
-    wrong = next(v for v in others if v != works and setting._fits(v))
-    (problem,) = problems_of({key: wrong})
-    assert "not built yet" in problem
 
 
 def test_groups_are_checked_when_built() -> None:

@@ -1,7 +1,7 @@
 """What a run does: one printable tree of frozen settings, addressed by dotted keys (pure).
 
 Every group checks its values when it is built. "auto" is resolved by the part that knows the model
-and the device. Settings of parts that do not exist yet are refused from one table, `_NOT_BUILT`.
+and the device.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ __all__ = [
 
 Value = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
 
-# key -> (the one value that works in this version, what the others wait for). Building a feature
-# deletes its row.
-_NOT_BUILT: Final[Mapping[str, tuple[Value, str]]] = {}
 _WORDS: Final = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
@@ -89,13 +86,6 @@ class Setting:
         """Return what is wrong with a typed value, None when nothing is."""
         if not self._fits(value):
             return f"{self.key}: found {show(value)}, expected {self.accepts}"
-        if self.key in _NOT_BUILT:
-            works, feature = _NOT_BUILT[self.key]
-            if value != works:
-                return (
-                    f"{self.key}: found {show(value)}, but {feature} is not built yet; "
-                    f"only {show(works)} works"
-                )
         return None
 
     def convert(self, value: object) -> object:
