@@ -64,7 +64,7 @@ def experts(
     call(
         library, name, x, scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        0, 0, weight.outputs, programs, 1,
+        x.shape[0], 0, weight.outputs, programs, 1,
     )  # fmt: skip
     return out
 
@@ -101,12 +101,14 @@ CASES = [
     ("fp8_64", [65, 0, 30]),
     ("fp8_128", [129, 3]),
     ("fp8_128_fast", [0, 200]),
+    ("fp8_128_box", [0, 200, 7]),
     ("fp8_64_four", [2, 33]),
     ("fp8_32_pair", [2, 33]),
     ("exact_32", [0, 1, 7, 40, 0, 17]),
     ("exact_64", [65, 0, 30]),
     ("exact_128", [129, 3]),
     ("exact_64_four", [2, 33]),
+    ("exact_128_box", [0, 200, 7]),
     ("exact_32_pair", [2, 33]),
 ]
 
@@ -170,6 +172,7 @@ def test_every_code_decodes_exactly(library: ctypes.CDLL, decoded: Decoded, seed
         ("dense_96", 100, (512, 512, 1), 2),
         ("dense_192", 129, (256, 256, 1), 2),
         ("dense_128", 129, (512, 256, 2), 1),
+        ("dense_128_box", 129, (512, 256, 2), 1),
     ],
 )
 def test_dense_products(

@@ -1,6 +1,10 @@
 // The instructions of SM90a that the packed products use, by their names. Tests put a host's in place.
 #pragma once
 
+#include <cuda.h>
+
+typedef CUtensorMap Map;
+
 #define SHARED(name) extern __shared__ unsigned char name[]
 
 __device__ inline u32 times(u32 a, u32 b) {
@@ -35,6 +39,13 @@ __device__ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;" ::"r"(target), "l"(source), "r"(bytes), "r"(bar), "l"(policy)
+      : "memory");
+}
+__device__ inline void copy_box(u32 target, const Map& map, int column, int row, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(bar)
       : "memory");
 }
 __device__ inline u64 read_once() {
