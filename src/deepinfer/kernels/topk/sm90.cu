@@ -356,13 +356,18 @@ __host__ __device__ inline int select_bytes(int entries, int want) {
 }
 
 template <typename T>
+__device__ u32 largest_of(const uint4& v) {  // as `larger` leaves it
+  return Format<T>::larger(Format<T>::larger(v.x, v.y), Format<T>::larger(v.z, v.w));
+}
+
+template <typename T>
 __device__ u32 largest(const uint4 (&data)[kGroup * sizeof(T) / 16]) {
   using F = Format<T>;
   constexpr int kVectors = kGroup * sizeof(T) / 16;
   u32 m = 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const u32 own = F::larger(F::larger(data[i].x, data[i].y), F::larger(data[i].z, data[i].w));
+    const u32 own = largest_of<T>(data[i]);
     m = i ? F::larger(m, own) : own;
   }
   return F::top(m);
@@ -564,11 +569,22 @@ blocks_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
 #pragma unroll
       for (int b = 0; b < kEach; ++b) {
         u32 key = 0;
+        if (first + kGroup <= end) {
+          constexpr int kVectors = SIZE / F::kPerVector;
+          u32 m = 0;
 #pragma unroll
-        for (int i = b * SIZE; i < (b + 1) * SIZE; ++i) {
-          const u32 own = F::key(F::element(data[i / F::kPerVector], i % F::kPerVector));
-          const int entry = first + (i ^ stream.turn() * F::kPerVector);
-          key = max(key, entry < end ? own : 0u);
+          for (int i = 0; i < kVectors; ++i) {
+            const u32 own = largest_of<T>(data[b * kVectors + i]);
+            m = i ? F::larger(m, own) : own;
+          }
+          key = F::top(m);
+        } else {
+#pragma unroll
+          for (int i = b * SIZE; i < (b + 1) * SIZE; ++i) {
+            const u32 own = F::key(F::element(data[i / F::kPerVector], i % F::kPerVector));
+            const int entry = first + (i ^ stream.turn() * F::kPerVector);
+            key = max(key, entry < end ? own : 0u);
+          }
         }
         const int block = first / SIZE + (b ^ stream.turn() * F::kPerVector / SIZE);
         if (block == newest) key = max(key, kTop);
