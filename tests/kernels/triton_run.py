@@ -147,6 +147,34 @@ def token_problem(rows: int, width: int, seed: int) -> str | None:
 
 
 DRAWN = [(5, 288, 0), (3, 5001, 1), (9, 10, 0)]
+
+
+def rounding(seed: int) -> dict[str, tuple[object, ...]]:
+    """Arguments with which ops round what they return."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return (4 * torch.randn(shape, generator=generator)).bfloat16()
+
+    angle = torch.arange(60.0).view(5, 12)
+    turns = angle.cos(), angle.sin()
+    return {
+        "rotate_tail": (normal(5, 3, 96), *turns, True, False, True),
+        "swiglu": (normal(5, 64), normal(5, 64), 10.0, None, True),
+        "latent_entry": (normal(5, 160), torch.ones(96), torch.ones(64), *turns, 1e-20, True),
+    }
+
+
+def rounded(seed: int) -> list[str]:
+    """What differs from the reference where ops round what they return."""
+    failures = []
+    for op, arguments in rounding(seed).items():
+        mine, want = (tensors(implementation(op, n)(*arguments)) for n in ("triton", "reference"))
+        if not all(torch.equal(a, b) for a, b in zip(mine, want, strict=True)):
+            failures.append(f"{op} rounded: other values")
+    return failures
+
+
 LAID_OUT = [((1, 2), 7, 9), ((2,), 0, 0), ((), 0, 3)]
 GROUPED = [
     (1, 1, 3, torch.float32), (7, 3, 8, torch.bfloat16), (129, 6, 24, torch.bfloat16),
@@ -175,6 +203,7 @@ def run(seed: int) -> list[str]:
         got = implementation("rotate_tail", "triton")(x, angle.cos(), angle.sin(), True, True)
         if got is not x or not torch.equal(got, want):
             failures.append(f"rotate_tail in place, {heads} heads: other values")
+    failures += rounded(seed)
     twin = import_module("deepinfer.kernels.draw.triton")
     for setting in DRAWN:
         mine = drawn(lambda *given: twin.draw(*given, LARGEST_UNIFORM), *setting)
@@ -269,6 +298,8 @@ def compile_all(archs: list[int]) -> list[str]:
     implementation("rotate_tail", "triton")(
         torch.zeros(5, 3, 48).bfloat16(), angle, angle, True, True
     )
+    for op, arguments in rounding(0).items():
+        implementation(op, "triton")(*arguments)
     made = import_module("deepinfer.kernels.draw.triton")
     drawn(lambda *given: made.draw(*given, LARGEST_UNIFORM), *DRAWN[0])
     made.log_sum_exp(torch.randn(2, 300))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.model.pair import MODES, Bench, Pair
 
 from deepinfer.kernels.decode_rows import lay_out_plain
+from deepinfer.kernels.table import Implementation
 from deepinfer.model.fast.block import sites_of
 from deepinfer.model.fast.device_rows import device_inputs, layout_form
 from deepinfer.model.fast.inputs import SequenceRows, build_inputs
@@ -45,12 +47,14 @@ def step_rows(bench: Bench, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[FastModel], None]:
-    """Makes a model run its hyper-connections site by site, as on a card."""
+    """Makes a model run the ops that join others, as on a card."""
 
     def fuse(model: FastModel) -> None:
         sites = [sites_of(block, model.numerics.dtype) for block in model.blocks]
         monkeypatch.setattr(model, "_fused", True)
         monkeypatch.setattr(model, "_sites", sites)
+        choices = {**model.ops.choices, "latent_entry": Implementation("fused", "latent.reference")}
+        monkeypatch.setattr(model, "ops", dataclasses.replace(model.ops, choices=choices))
 
     return fuse
 

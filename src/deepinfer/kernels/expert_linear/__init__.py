@@ -70,15 +70,19 @@ def swiglu(
     up: Tensor,
     limit: float,
     weight: Tensor | None,
+    quantize: bool = False,
     *,
-    impl: Callable[[Tensor, Tensor, float, Tensor | None], Tensor] = reference.swiglu,
+    impl: Callable[..., Tensor] = reference.swiglu,
 ) -> Tensor:
     """silu(min(gate, limit)) * clamp(up, -limit, limit), times each row's routing weight.
 
     gate, up  [R, I]  bf16 or fp32
     limit     0 disables the clamps
     weight    [R] fp32, or None
+    quantize  then round with ACT8
     returns   [R, I]  dtype of gate; fp32 inside, rounded once
     """
     check("swiglu", ("gate", gate, "R I"), ("up", up, "R I"))
-    return impl(gate, up, limit, weight) if gate.shape[0] else gate
+    if not gate.shape[0]:
+        return gate
+    return impl(gate, up, limit, weight, True) if quantize else impl(gate, up, limit, weight)

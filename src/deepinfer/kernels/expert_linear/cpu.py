@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer.kernels.expert_linear import Fp4Weight
 from deepinfer.kernels.expert_linear.reference import borders
+from deepinfer.kernels.quantize import act8_values
 from deepinfer.kernels.quantize.cpu import round_into
 from deepinfer.kernels.rows import ROW_BLOCK
 from deepinfer.kernels.workspace import as_array, as_tensor, kept_rows, multiply
@@ -39,7 +40,9 @@ def expert_linear(
     return as_tensor(out, x.dtype)
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+def swiglu(
+    gate: Tensor, up: Tensor, limit: float, weight: Tensor | None, quantize: bool = False
+) -> Tensor:
     """As the reference; the exponential is torch's, for numpy's has other bits."""
     g, u = as_array(gate), as_array(up)
     if limit > 0:
@@ -50,4 +53,5 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Ten
     np.multiply(exps, u, exps)
     if weight is not None:
         np.multiply(weight.numpy()[:, None], exps, exps)
-    return as_tensor(exps, gate.dtype)
+    out = as_tensor(exps, gate.dtype)
+    return act8_values(out).to(gate.dtype) if quantize else out

@@ -38,7 +38,9 @@ def expert_linear(
     return out.to(x.dtype)
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+def swiglu(
+    gate: Tensor, up: Tensor, limit: float, weight: Tensor | None, quantize: bool = False
+) -> Tensor:
     """Clamp the stored values, then everything in fp32."""
     g, u = gate.float(), up.float()
     if limit > 0:
@@ -46,4 +48,5 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Ten
     hidden = g / (1.0 + torch.exp(-g)) * u
     if weight is not None:
         hidden = weight.unsqueeze(1) * hidden
-    return hidden.to(gate.dtype)
+    out = hidden.to(gate.dtype)
+    return act8_values(out).to(gate.dtype) if quantize else out

@@ -94,7 +94,7 @@ def expert_linear(
 @triton.jit
 def _swiglu(
     gate, up, weight, out, dim, gate_row, up_row, limit,
-    WEIGHTED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr, CLAMPED: tl.constexpr, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -107,18 +107,24 @@ def _swiglu(
     hidden = tl.div_rn(g, 1.0 + tl.exp(-g)) * u
     if WEIGHTED:
         hidden = tl.load(weight + row) * hidden
+    if QUANTIZE:
+        hidden = narrow(hidden, out.dtype.element_ty).to(tl.float32)
+        hidden = tl.reshape(act8_round_trip(tl.reshape(hidden, (1, BLOCK)), 1, BLOCK), (BLOCK,))
     tl.store(out + row * dim + column, narrow(hidden, out.dtype.element_ty), held)
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+def swiglu(
+    gate: Tensor, up: Tensor, limit: float, weight: Tensor | None, quantize: bool = False
+) -> Tensor:
     """As the reference."""
     gate, up = (t if t.stride(1) == 1 else t.contiguous() for t in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     num_rows, dim = gate.shape
-    block = min(1024, next_power(dim))
+    block = min(1024, next_power(dim, 32))
     launch(
         _swiglu, (ceil_div(dim, block), num_rows), gate, up,
         gate if weight is None else weight.contiguous(), out, dim, gate.stride(0), up.stride(0),
-        float(limit), WEIGHTED=weight is not None, CLAMPED=limit > 0, BLOCK=block,
+        float(limit), WEIGHTED=weight is not None, CLAMPED=limit > 0, QUANTIZE=quantize,
+        BLOCK=block,
     )  # fmt: skip
     return out

@@ -20,9 +20,10 @@ def latent_entry(
     cos: Tensor,
     sin: Tensor,
     eps: float,
+    quantize: bool = False,
     *,
     impl: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]
+        [Tensor, Tensor, Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]
     ] = reference.latent_entry,
 ) -> tuple[Tensor, Tensor]:
     """Norm the two parts of a row, and rotate the second.
@@ -30,6 +31,7 @@ def latent_entry(
     both            [T, Q+D]  bf16 or fp32
     q_norm, kv_norm [Q], [D]  fp32
     cos, sin        [T, R/2]  fp32
+    quantize        round the latent with ACT8, which all that reads it would do
     returns         latent [T, Q] and entry [T, D], dtype of `both`
     Equals `rms_norm` of each part, then `rotate_tail` of the entry.
     """
@@ -48,4 +50,4 @@ def latent_entry(
         )
     if not both.shape[0]:
         return both[:, : q_norm.shape[0]], both[:, q_norm.shape[0] :]
-    return impl(both, q_norm, kv_norm, cos, sin, eps)
+    return impl(both, q_norm, kv_norm, cos, sin, eps, quantize)

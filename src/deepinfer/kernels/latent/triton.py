@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import launch, narrow, next_power
+from deepinfer.kernels.tiles import act8_round_trip, launch, narrow, next_power
 
 
 @triton.jit
 def _latent_entry(
     both, q_norm, kv_norm, cos, sin, latent, entry, Q, D, R, stride, eps,
-    BQ: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+    QUANTIZE: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source = both + row * stride
@@ -23,6 +23,9 @@ def _latent_entry(
     mean = tl.div_rn(tl.sum(values * values, 0), Q.to(tl.float32))
     scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     normed = tl.load(q_norm + column, held, 0.0) * (values * scale)
+    if QUANTIZE:
+        normed = narrow(normed, latent.dtype.element_ty).to(tl.float32)
+        normed = tl.reshape(act8_round_trip(tl.reshape(normed, (1, BQ)), 1, BQ), (BQ,))
     tl.store(latent + row * Q + column, narrow(normed, latent.dtype.element_ty), held)
     source += Q
     column = tl.arange(0, BD)
@@ -49,7 +52,13 @@ def _latent_entry(
 
 
 def latent_entry(
-    both: Tensor, q_norm: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, eps: float
+    both: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    quantize: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As the reference."""
     both = both if both.stride(1) == 1 else both.contiguous()
@@ -60,6 +69,7 @@ def latent_entry(
     launch(
         _latent_entry, (num_rows,), both, q_norm.contiguous(), kv_norm.contiguous(),
         cos.contiguous(), sin.contiguous(), latent, entry, rank, dim, rotated, both.stride(0), eps,
-        BQ=next_power(rank), BD=next_power(dim), BR=next_power(max(1, rotated // 2)),
+        QUANTIZE=quantize, BQ=next_power(rank, 32), BD=next_power(dim),
+        BR=next_power(max(1, rotated // 2)),
     )  # fmt: skip
     return latent, entry

@@ -36,8 +36,9 @@ def rotate_tail(
     sin: Tensor,
     inverse: bool = False,
     reuse: bool = False,
+    quantize: bool = False,
     *,
-    impl: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor] = reference.rotate_tail,
+    impl: Callable[[Tensor, Tensor, Tensor, bool, bool, bool], Tensor] = reference.rotate_tail,
 ) -> Tensor:
     """Rotate adjacent pairs of the last R dimensions; the others pass unchanged.
 
@@ -45,7 +46,8 @@ def rotate_tail(
     cos, sin  [T, R/2]             fp32
     inverse   rotate by the negative angle
     reuse     x is needed no more: an implementation may turn it where it lies and return it
-    returns   shape and dtype of x; only rotated dimensions are rounded again
+    quantize  then round every vector with ACT8
+    returns   shape and dtype of x; else only rotated dimensions are rounded again
     Source: backbone specification, 3.3 and 3.6.
     """
     if x.ndim not in (2, 3) or 2 * cos.shape[1] > x.shape[-1] or cos.shape[0] != x.shape[0]:
@@ -53,4 +55,4 @@ def rotate_tail(
             f"rotate_tail: x has shape {tuple(x.shape)}, cos {tuple(cos.shape)}; expected [T, D] "
             "or [T, H, D] and [T, R/2] with R <= D"
         )
-    return impl(x, cos, sin, inverse, reuse) if x.shape[0] else x
+    return impl(x, cos, sin, inverse, reuse, quantize) if x.shape[0] else x

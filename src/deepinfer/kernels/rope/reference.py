@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.quantize.reference import round_trip
+
 
 def cos_sin(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     """Angles in fp32."""
@@ -13,7 +15,12 @@ def cos_sin(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate_tail(
-    x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, reuse: bool = False
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    inverse: bool = False,
+    reuse: bool = False,
+    quantize: bool = False,
 ) -> Tensor:
     """Rotate pairs (2j, 2j+1) of the tail in fp32, on a copy."""
     dims = 2 * cos.shape[1]
@@ -26,4 +33,4 @@ def rotate_tail(
     out = x.clone()
     out[..., -dims::2] = even * cos - odd * sin
     out[..., 1 - dims :: 2] = even * sin + odd * cos
-    return out
+    return round_trip(out, "act8") if quantize else out

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import ceil_div, launch, narrow, next_power
+from deepinfer.kernels.tiles import act8_round_trip, ceil_div, launch, narrow, next_power
 
 
 @triton.jit
@@ -79,11 +79,56 @@ def _turn_tail(
     tl.store(at + 1, narrow(even * s + odd * c, x.dtype.element_ty), held)
 
 
+@triton.jit
+def _turn_and_round(
+    x, cos, sin, out, H, D, R, row_stride, head_stride,
+    INVERSE: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """HEADS vectors of a row: the tail rotated, then everything rounded with ACT8."""
+    row = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, BD)
+    held = (head < H)[:, None] & (column < D)[None, :]
+    source = x + row * row_stride + head[:, None] * head_stride
+    values = tl.load(source + column[None, :], held, 0.0).to(tl.float32)
+    turned = (column >= D - R) & (column < D)
+    odd = (column - (D - R)) % 2
+    partner = tl.where(turned, column + 1 - 2 * odd, 0)
+    others = tl.load(source + partner[None, :], held & turned[None, :], 0.0).to(tl.float32)
+    pair = tl.where(turned, (column - (D - R)) // 2, 0)
+    c = tl.load(cos + row * (R // 2) + pair, turned, 0.0)
+    s = tl.load(sin + row * (R // 2) + pair, turned, 0.0)
+    s = tl.where(odd == 1, s, -s)
+    if INVERSE:
+        s = -s
+    rotated = values * c[None, :] + others * s[None, :]
+    values = tl.where(turned[None, :], rotated, values)
+    values = narrow(values, out.dtype.element_ty).to(tl.float32)
+    values = act8_round_trip(values, HEADS, BD)
+    target = out + (row * H + head[:, None]) * D + column[None, :]
+    tl.store(target, narrow(values, out.dtype.element_ty), held)
+
+
 def rotate_tail(
-    x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, reuse: bool = False
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    inverse: bool = False,
+    reuse: bool = False,
+    quantize: bool = False,
 ) -> Tensor:
-    """As the reference; where x may be reused, in place."""
+    """As the reference; where x may be reused and is not rounded, in place."""
     x = x if x.stride(-1) == 1 else x.contiguous()
+    if quantize and x.numel():
+        heads, dim = x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
+        out, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), min(4, next_power(heads))
+        launch(
+            _turn_and_round, (ceil_div(heads, block), x.shape[0]), x, cos.contiguous(),
+            sin.contiguous(), out, heads, dim, 2 * cos.shape[1], x.stride(0),
+            x.stride(1) if x.ndim == 3 else 0, INVERSE=inverse, HEADS=block,
+            BD=next_power(dim, 32),
+        )  # fmt: skip
+        return out
     if reuse and x.numel():
         heads = x.shape[1] if x.ndim == 3 else 1
         block = min(16, next_power(heads))

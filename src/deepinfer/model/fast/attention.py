@@ -30,17 +30,17 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the query latent [T, rank], queries [T, H, D] and window entries [T, D] of x [T, C].
 
-    Queries and entries are rotated, entries not yet quantized.
+    Queries and entries are rotated, entries not yet quantized; the latent is where ops fuse.
     """
     ops, config, quantize = step.ops, step.config, step.numerics.quantize
     both = ops.fp8_linear(x, weights.wq_a_wkv, quantize)
-    if ops.choices["latent_entry"].name != "reference":
+    if step.fuses:
         norms = weights.q_norm, weights.kv_norm
-        latent, kv = ops.latent_entry(both, *norms, *rotation, config.rms_norm_eps)
+        latent, kv = ops.latent_entry(both, *norms, *rotation, config.rms_norm_eps, quantize)
     else:
         latent = ops.rms_norm(both[:, : config.q_lora_rank], weights.q_norm, config.rms_norm_eps)
         kv = _entries(step, weights, both[:, config.q_lora_rank :], rotation)
-    q = ops.fp8_linear(latent, weights.wq_b, quantize)
+    q = ops.fp8_linear(latent, weights.wq_b, quantize and not step.fuses)
     q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
     return latent, ops.rotate_tail(q, *rotation, reuse=True), kv
 
@@ -61,9 +61,11 @@ def project_output(
 ) -> Tensor:
     """Rotate outputs [T, H, D] back and project them to [T, C]."""
     ops, config = step.ops, step.config
-    out = ops.rotate_tail(out, *rotation, inverse=True, reuse=True)
+    rounded = step.fuses and step.numerics.fp8_output
+    out = ops.rotate_tail(out, *rotation, inverse=True, reuse=True, quantize=rounded)
     grouped = out.reshape(out.shape[0], config.o_groups, -1)
-    latent = ops.grouped_linear(grouped, weights.wo_a, step.numerics.fp8_output)
+    quantize = step.numerics.fp8_output and not rounded
+    latent = ops.grouped_linear(grouped, weights.wo_a, quantize)
     return ops.fp8_linear(latent, weights.wo_b, step.numerics.quantize)
 
 

@@ -31,7 +31,7 @@ def select(
     if select_all(step, layer):
         return
     ops, config = step.ops, step.config
-    q = ops.fp8_linear(latent, weights.wq_b, step.numerics.quantize)
+    q = ops.fp8_linear(latent, weights.wq_b, step.numerics.quantize and not step.fuses)
     q = torch.unflatten(q, -1, (config.index_n_heads, config.index_head_dim))
     cos, sin = step.rotation[True]
     q = step.act_quantized(ops.rotate_tail(q, cos, sin, reuse=True), "act4_e8")

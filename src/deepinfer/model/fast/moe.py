@@ -57,8 +57,13 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
         config.swiglu_limit,
         quantize,
     )
-    shared = _expert(step, ops.fp8_linear(quantized, weights.shared_w1_w3, False), None)
-    shared = ops.fp8_linear(shared, weights.shared_w2, quantize)
+    gate_up = ops.fp8_linear(quantized, weights.shared_w1_w3, False)
+    if step.fuses:
+        gate, up = gate_up.chunk(2, dim=-1)
+        shared = ops.swiglu(gate, up, config.swiglu_limit, None, quantize)
+        shared = ops.fp8_linear(shared, weights.shared_w2, False)
+    else:
+        shared = ops.fp8_linear(_expert(step, gate_up, None), weights.shared_w2, quantize)
     return combine(routed, groups.place, shared)
 
 

@@ -58,6 +58,11 @@ class Pass:
         if self.trace is not None:
             self.trace.setdefault(name, []).append(value.clone())
 
+    @property
+    def fuses(self) -> bool:
+        """Whether ops that round what they return spare an op of its own."""
+        return self.ops.choices["latent_entry"].name != "reference"
+
     def act_quantized(self, x: Tensor, fmt: QuantFormat) -> Tensor:
         """Round values to a format and back; the identity without quantization."""
         return self.ops.round_trip(x, fmt) if self.numerics.quantize else x
