@@ -129,6 +129,9 @@ inline uint32_t product(uint32_t a, uint32_t b) {
   }
   return r;
 }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline uint32_t pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 inline uint32_t bytes(uint32_t a, uint32_t b, uint32_t s) { return pick(a, b, s); }

@@ -119,6 +119,18 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
             chosen=False,
         ),
     ),
+    "paged_attention": (
+        _hopper(
+            "paged_attention.sm90",
+            "entries decoded on the way; few rows split between blocks",
+            invariant=False,
+        ),
+        _hopper(
+            "paged_attention.sm90_whole",
+            "entries decoded on the way, one block a row",
+            name="cuda whole",
+        ),
+    ),
     "hyper_site": (_hopper("hyper_site.sm90", "one launch, streams read and written once"),),
     "paged_index_score": (
         _hopper("paged_index.sm90", "FP4 keys decoded into registers, products in FP8"),

@@ -47,6 +47,7 @@ struct Params {
     uint16_t* out;
     long long window_block, main_block;  // bytes from block to block
     int window_entries, main_entries;    // entries of a block
+    uint32_t window_inverse, main_inverse;  // 2^32 over them, rounded up
     int rows, window_slots, main_slots;
     float scale;  // of the scores, in base 2, with the 2^8
 };
@@ -69,11 +70,12 @@ DEVICE uint32_t window_scale(uint32_t byte) { return product(byte * 0x00800080u,
 // Eight e2m1 codes, the first lowest -> values * scale * 2^-8; scale comes from main_scale.
 // A code's two halves look up the bytes of a bf16, whose bits are value * 2^-126.
 DEVICE void decode_main(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
-    const uint32_t low = codes & 0x33333333u, high = (codes >> 2) & 0x33333333u;
+    const uint32_t low = (codes & 0x33333333u) | 0x44444444u;
+    const uint32_t high = ((codes >> 2) & 0x33333333u) | 0x44444444u;
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        const uint32_t lows = bytes(0xC0804000u, 0, low >> (16 * j));
-        const uint32_t highs = bytes(0x81800100u, 0, high >> (16 * j));
+        const uint32_t lows = bytes(0, 0xC0804000u, low >> (16 * j));
+        const uint32_t highs = bytes(0, 0x81800100u, high >> (16 * j));
         out[2 * j] = product(bytes(lows, highs, 0x5140), scale);
         out[2 * j + 1] = product(bytes(lows, highs, 0x7362), scale);
     }
@@ -139,8 +141,13 @@ DEVICE int entry_of(const Params& p, const Walk& w, int row, int tile, int key) 
 
 DEVICE const uint8_t* address_of(const Params& p, bool main, int entry) {
     if (entry < 0) return nothing;
-    uint32_t entries = main ? p.main_entries : p.window_entries;
-    uint32_t block = uint32_t(entry) / entries, offset = uint32_t(entry) % entries;
+    const int entries = main ? p.main_entries : p.window_entries;
+    int block = __umulhi(entry, main ? p.main_inverse : p.window_inverse);  // or one too many
+    int offset = entry - block * entries;
+    if (offset < 0) {
+        block--;
+        offset += entries;
+    }
     if (main) return p.main + block * p.main_block + offset * MAIN_BYTES;
     return p.window + block * p.window_block + offset * WINDOW_BYTES;
 }
@@ -158,11 +165,13 @@ DEVICE void decode(const Params& p, uint32_t smem, int warp, int lane) {
     const Walk w = walk_of<SHARES>(p);
     const uint32_t raw = smem + RAW_AT + warp * SLOTS * SLOT;
     const uint32_t full = smem + RAW_FULL + warp * SLOTS * 8;
-    // Keys 2 warp and 2 warp + 1 of every 16; a lane decodes dims 8 lane and 256 + 8 lane on.
+    // Keys 2 warp and 2 warp + 1 of every 16; a lane decodes 16 dims, the halves in an order that
+    // spreads the stores of neighbours over all banks.
     const int key = 2 * DECODERS * (lane / 2) + 2 * warp + lane % 2;  // lane 2 i + j copies j of step i
-    const uint32_t chunk = (warp / 4) * 8192 + (lane / 8) * 1024, piece = lane % 8;
-    const int first = 2 * (warp % 4);
-    const uint32_t put = smem + K_AT + chunk + first * 128 + ((piece ^ first) << 4);
+    const bool swap = lane / 4 % 2;
+    const int first = 2 * (warp % 4), piece = 2 * (lane % 4) + swap;
+    const uint32_t put = smem + K_AT + (warp / 4) * 8192 + (lane / 4) * 1024 + first * 128 +
+                         ((piece ^ first) << 4);
 
     auto entry_at = [&](Place at) {
         return lane < 2 * STEPS ? entry_of(p, w, at.row, w.rank + SHARES * at.t, key) : -1;
@@ -196,31 +205,40 @@ DEVICE void decode(const Params& p, uint32_t smem, int warp, int lane) {
             const uint32_t from = raw + slot * SLOT;
             uint32_t v[4][4];
             if (main) {
-                uint32_t codes[4], scales[4];
+                uint2 codes[2];
+                uint32_t scales[2];
 #pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    uint32_t at_key = from + (k / 2) * MAIN_BYTES;
-                    codes[k] = load32(at_key + (k % 2) * 128 + lane * 4);
-                    scales[k] = load8(at_key + 256 + (k % 2) * 16 + lane / 2);
+                for (int k = 0; k < 2; k++) {
+                    codes[k] = load64(from + k * MAIN_BYTES + lane * 8);
+                    scales[k] = load8(from + k * MAIN_BYTES + 256 + lane);
                 }
 #pragma unroll
-                for (int k = 0; k < 4; k++) decode_main(codes[k], main_scale(scales[k]), v[k]);
+                for (int k = 0; k < 2; k++) {
+                    const uint32_t scale = main_scale(scales[k]);
+                    decode_main(swap ? codes[k].y : codes[k].x, scale, v[2 * k]);
+                    decode_main(swap ? codes[k].x : codes[k].y, scale, v[2 * k + 1]);
+                }
             } else {
-                uint2 codes[4];
-                uint32_t scales[4];
+                uint2 codes[2][2];
+                uint32_t scales[2];
 #pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    uint32_t at_key = from + (k / 2) * WINDOW_BYTES;
-                    codes[k] = load64(at_key + (k % 2) * 256 + lane * 8);
-                    scales[k] = load8(at_key + 512 + (k % 2) * 8 + lane / 4);
+                for (int k = 0; k < 2; k++) {
+                    const uint32_t at_key = from + k * WINDOW_BYTES + lane * 16;
+                    codes[k][0] = load64(at_key + (swap ? 8 : 0));
+                    codes[k][1] = load64(at_key + (swap ? 0 : 8));
+                    scales[k] = load8(from + k * WINDOW_BYTES + 512 + lane / 2);
                 }
 #pragma unroll
-                for (int k = 0; k < 4; k++) decode_window(codes[k], window_scale(scales[k]), v[k]);
+                for (int k = 0; k < 2; k++) {
+                    const uint32_t scale = window_scale(scales[k]);
+                    decode_window(codes[k][0], scale, v[2 * k]);
+                    decode_window(codes[k][1], scale, v[2 * k + 1]);
+                }
             }
             store128(keys, v[0]);
-            store128(keys + 4096, v[1]);
+            store128(keys ^ 16, v[1]);
             store128((keys ^ 16) + 128, v[2]);
-            store128((keys ^ 16) + 128 + 4096, v[3]);
+            store128(keys + 128, v[3]);
             __syncwarp();
             // What the freed slot can hold comes next.
             if (!main && i < 2) {
@@ -260,6 +278,7 @@ template <int SHARES>
 DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int warp, int lane) {
     const Walk w = walk_of<SHARES>(p);
     const int head = 16 * warp + lane / 4, quad = lane % 4;
+    const float sink0 = __ldg(p.sink + head) * LOG2_E, sink1 = __ldg(p.sink + head + 8) * LOG2_E;
     uint32_t turn = 0, row_turn = 0;
     for (int row = w.row; row < w.rows; row += w.row_step, row_turn ^= 1) {
         float peak0 = -1e30f, peak1 = -1e30f, total0 = 0.0f, total1 = 0.0f;
@@ -351,8 +370,8 @@ DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int wa
                     storef(smem + TOTAL + head * 4 + 32, total1);
                 }
                 if (SHARES == 1 && quad == 0) {
-                    total0 += exp2_fast(__ldg(p.sink + head) * LOG2_E - peak0);
-                    total1 += exp2_fast(__ldg(p.sink + head + 8) * LOG2_E - peak1);
+                    total0 += exp2_fast(sink0 - peak0);
+                    total1 += exp2_fast(sink1 - peak1);
                     const uint32_t at = smem + INVERSE + row_turn * 256 + head * 4;
                     storef(at, 256.0f / total0);
                     storef(at + 32, 256.0f / total1);
@@ -510,6 +529,10 @@ DEVICE void walk(const CUtensorMap* map, const Params& p, uint32_t smem) {
     }
 }
 
+uint32_t inverse(int count) {  // of at least 2
+    return uint32_t(((1ull << 32) + count - 1) / count);
+}
+
 Params params(const void* window, const void* window_idx, const void* main, const void* main_idx,
               const void* sink, void* out, long long rows, long long window_slots,
               long long main_slots, long long window_entries, long long window_block,
@@ -525,6 +548,8 @@ Params params(const void* window, const void* window_idx, const void* main, cons
     p.main_block = main_block;
     p.window_entries = int(window_entries);
     p.main_entries = int(main_entries);
+    p.window_inverse = inverse(p.window_entries);
+    p.main_inverse = inverse(p.main_entries);
     p.rows = int(rows);
     p.window_slots = int(window_slots);
     p.main_slots = int(main_slots);

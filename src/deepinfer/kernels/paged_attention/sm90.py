@@ -72,7 +72,8 @@ def _packed(cache: PagedCache, form: str) -> bool:
     if cache.format != form or scales is None:
         return False
     return (
-        codes.stride()[1:] == (_ENTRY_BYTES[form], 1)
+        codes.shape[1] > 1
+        and codes.stride()[1:] == (_ENTRY_BYTES[form], 1)
         and scales.stride() == codes.stride()
         and scales.data_ptr() - codes.data_ptr() == _CODE_BYTES[form]
         and codes.data_ptr() % 16 == 0
