@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from deepinfer.engine.request import SamplingParams
 from deepinfer.llm import LLM
 
@@ -39,3 +41,23 @@ def test_two_processes_that_share_prompts_and_experts_give_the_tokens_of_one() -
     together, (counts,) = run(**{"parallel.context": 2, "parallel.expert": 2, "parallel.copies": 2})
     assert together == alone
     assert counts["context"]["all_gather"] > 50 and counts["context control"]["broadcast"] > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"parallel.context": 4},
+        {
+            "parallel.data": 2,
+            "parallel.context": 2,
+            "parallel.expert": 4,
+            "parallel.copies": 4,
+            "parallel.context_exchange": "all",
+        },
+    ],
+)
+def test_four_processes_give_the_tokens_of_one(sizes: dict[str, Any]) -> None:
+    alone, _ = run()
+    together, _ = run(**sizes)
+    assert together == alone
