@@ -21,6 +21,7 @@ from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
 from deepinfer.kernels.decode_rows import LayoutForm, lay_out_plain
 from deepinfer.kernels.expert_linear.reference import swiglu
+from deepinfer.kernels.paged_index.places import flat_entries
 from deepinfer.kernels.quantize import act8_values
 from deepinfer.kernels.table import TABLE
 from deepinfer.sampling.noise import LARGEST_UNIFORM
@@ -149,6 +150,14 @@ def token_problem(rows: int, width: int, seed: int) -> str | None:
 DRAWN = [(5, 288, 0), (3, 5001, 1), (9, 10, 0)]
 
 
+def flat_places() -> tuple[Tensor, Tensor, Tensor, int]:
+    """Entries of five rows of three sequences, some absent."""
+    generator = torch.Generator().manual_seed(1)
+    entries = torch.randint(-1, 60, (5, 21), generator=generator)
+    table = torch.randperm(30, generator=generator).view(3, 10)
+    return entries, table, torch.tensor([2, 0, 1, 1, 0]), 6
+
+
 def rounding(seed: int) -> dict[str, tuple[object, ...]]:
     """Arguments with which ops round what they return."""
     generator = torch.Generator().manual_seed(seed)
@@ -204,6 +213,10 @@ def run(seed: int) -> list[str]:
         if got is not x or not torch.equal(got, want):
             failures.append(f"rotate_tail in place, {heads} heads: other values")
     failures += rounded(seed)
+    places = flat_places()
+    twin = import_module("deepinfer.kernels.paged_index.triton")
+    if not torch.equal(twin.flat_entries(*places), flat_entries(*places)):
+        failures.append("flat_entries: other values")
     twin = import_module("deepinfer.kernels.draw.triton")
     for setting in DRAWN:
         mine = drawn(lambda *given: twin.draw(*given, LARGEST_UNIFORM), *setting)
@@ -300,6 +313,7 @@ def compile_all(archs: list[int]) -> list[str]:
     )
     for op, arguments in rounding(0).items():
         implementation(op, "triton")(*arguments)
+    import_module("deepinfer.kernels.paged_index.triton").flat_entries(*flat_places())
     made = import_module("deepinfer.kernels.draw.triton")
     drawn(lambda *given: made.draw(*given, LARGEST_UNIFORM), *DRAWN[0])
     made.log_sum_exp(torch.randn(2, 300))

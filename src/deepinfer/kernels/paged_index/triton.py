@@ -115,3 +115,30 @@ def paged_index_score(
         BH=next_power(heads, 16), BD=next_power(dim, 32), BS=_KEYS,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _flat(entries, table, rows, out, K, per_block, width, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = column < K
+    entry = tl.load(entries + row * K + column, held, -1)
+    known = held & (entry >= 0)
+    entry = tl.where(known, entry, 0)
+    page = tl.load(table + tl.load(rows + row) * width + entry // per_block, known, 0)
+    flat = page * per_block + entry % per_block
+    tl.store(out + row * K + column, tl.where(known, flat, -1), held)
+
+
+def flat_entries(entries: Tensor, table: Tensor, rows: Tensor, per_block: int) -> Tensor:
+    """As `places.flat_entries`."""
+    entries, table = entries.contiguous(), table if table.stride(1) == 1 else table.contiguous()
+    out = torch.empty_like(entries)
+    num_rows, count = entries.shape
+    if out.numel():
+        block = min(512, next_power(count))
+        launch(
+            _flat, (ceil_div(count, block), num_rows), entries, table, rows.contiguous(), out,
+            count, per_block, table.stride(0), BLOCK=block,
+        )  # fmt: skip
+    return out

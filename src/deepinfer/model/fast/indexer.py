@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepinfer.config import LayerConfig
+from deepinfer.kernels.paged_index.places import flat_entries
 from deepinfer.model.fast.inputs import RatioInputs
 from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import IndexerWeights
@@ -217,8 +218,6 @@ def selected_entries(step: Step, kv_source: int, index_source: int) -> Tensor:
         return kept
     inputs, topk = step.inputs, step.topk[index_source]
     ratio = inputs.ratios[step.config.layers[kv_source].ratio]
-    held = topk.clamp(min=0)
-    page = ratio.blocks[inputs.row_seq[:, None], held // ratio.per_block]
-    flat = (page * ratio.per_block + held % ratio.per_block).masked_fill_(topk < 0, -1)
+    flat = flat_entries(topk, ratio.blocks, inputs.row_seq, ratio.per_block)
     step.entries[kv_source, index_source] = flat
     return flat

@@ -1,0 +1,25 @@
+"""From entries of a sequence to entries of a cache, through its block table."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from torch import Tensor
+
+__all__ = ["flat_entries"]
+
+
+def flat_entries(entries: Tensor, table: Tensor, rows: Tensor, per_block: int) -> Tensor:
+    """Return block * per_block + offset of each entry.
+
+    entries  [T, K]      int64 entries of each row's sequence, -1 = absent, and stays so
+    table    [S, width]  int64 block tables
+    rows     [T]         int64, the row of `table` that is a row's sequence
+    """
+    if entries.device.type == "cuda" and find_spec("triton"):
+        from deepinfer.kernels.paged_index import triton
+
+        return triton.flat_entries(entries, table, rows, per_block)
+    held = entries.clamp(min=0)
+    page = table[rows[:, None], held // per_block]
+    return (page * per_block + held % per_block).masked_fill_(entries < 0, -1)
