@@ -24,7 +24,7 @@ from deepinfer.model.fast.attention import (
     shared_window,
     store_window,
 )
-from deepinfer.model.fast.block import run_block, start_streams
+from deepinfer.model.fast.block import Open, run_block, run_open, sites_of, start_streams
 from deepinfer.model.fast.moe import serve_experts
 from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights, Loader
@@ -64,6 +64,8 @@ class DraftModel:
         self.markov_head = loader.dense(f"{last}.markov_head.head.weight")
         self.confidence = loader.dense(f"{last}.confidence_head.proj.weight")
         self._inv_freq = window_inv_freq(config).to(loader.device)
+        fused = ops.choices["hyper_site"].name != "reference"
+        self._sites = [sites_of(block, numerics.dtype) for block in self.blocks if fused]
 
     def store(self, step: Step, features: Tensor) -> None:
         """Store the keys of a step's rows; features [T, taps * C]."""
@@ -110,15 +112,23 @@ class DraftModel:
         ids[:, 0] = first
         stream, pre = start_streams(self.embed, ids.flatten(), config.hc_mult, self.numerics.dtype)
         rotation = ops.cos_sin(rows, self._inv_freq)
-        step = Pass(config, ops, self.numerics, {False: rotation}, None)
+        live = None
+        if device.type != "cpu":  # the runner of a card pads with slot 0
+            live = (slots > 0).repeat_interleave(size)
+        step = Pass(config, ops, self.numerics, {False: rotation}, None, live=live)
         load, index = self._slots(caches, slots, last)
+        opened = Open(stream, pre)
         for i, block in enumerate(self.blocks):
             cache = caches.windows[config.num_hidden_layers + i]
             context = ops.cache_load(cache, load)
             attend = _Attend(step, block.attention, context, index)
-            stream, pre = run_block(
-                step, block, stream, pre, attend, config.dspark_num_experts_per_tok
-            )
+            active = config.dspark_num_experts_per_tok
+            if self._sites:
+                opened = run_open(step, block, self._sites[i], opened, attend, active)
+            else:
+                opened = Open(*run_block(step, block, opened.stream, opened.pre, attend, active))
+        opened = opened.close(ops)
+        stream, pre = opened.stream, opened.pre
         hidden = ops.hyper_collapse(stream, pre)
         normed = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
         base = ops.dense_linear(normed, self.head, torch.float32).view(num, size, -1)
