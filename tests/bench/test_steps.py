@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from deepinfer.bench import modelbench
 from deepinfer.bench.enginesteps import RunnerSteps
 from deepinfer.bench.modelbench import ModelBench, choose_layers, decode_step, split_ops
 from deepinfer.bench.slices import (
@@ -82,13 +84,52 @@ def test_a_step_is_finite_and_split_by_op(small: ModelConfig) -> None:
         tokens = step()
     assert tokens.shape == (2, small.dspark_block_size + 1)
     split = split_ops(bench, step)
+    assert split.counts["hyper_mix"] == 2 * (3 + small.num_nextn_predict_layers)
     assert bench.model.ops is plain and bench.model.draft is not None
     assert bench.model.draft.ops is plain
     assert {"fp8_linear", "sparse_attention", "hyper_mix", "route", "other"} <= set(split.ops)
     assert {name.partition(" ")[0] for name in split.kinds} == {
-        layer.kind for layer in bench.config.layers
+        *(layer.kind for layer in bench.config.layers),
+        "draft",
     }
     assert split.launches == 0 and all(us >= 0 for us in split.ops.values())
+
+
+def test_kernels_count_for_the_op_that_launched_them() -> None:
+    def event(name: str, device: str, start: int, took: int, link: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=lambda: name,
+            device_type=lambda: f"DeviceType.{device}",
+            start_ns=lambda: start,
+            duration_ns=lambda: took,
+            correlation_id=lambda: link,
+        )
+
+    events = [
+        event("layer:full 2", "CPU", 0, 100),
+        event("op:swiglu", "CPU", 10, 20),
+        event("cuLaunchKernel", "CPU", 15, 2, 1),
+        event("cudaLaunchKernel", "CPU", 25, 2, 2),
+        event("op:route", "CPU", 40, 20),
+        event("cudaLaunchKernelExC", "CPU", 45, 2, 3),
+        event("cuLaunchKernel", "CPU", 200, 2, 4),
+        event("op:swiglu", "CUDA", 1000, 9000),  # the profiler's own mark on the device
+        event("a", "CUDA", 1000, 5000, 1),
+        event("b", "CUDA", 7000, 3000, 2),
+        event("c", "CUDA", 11000, 2000, 3),
+        event("no launch recorded", "CUDA", 14000, 1000, 9),
+        event("d", "CUDA", 16000, 4000, 4),
+        event("Memcpy HtoD", "CUDA", 30000, 4000, 5),
+    ]
+    profile = SimpleNamespace(
+        profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+    )
+    times = modelbench._kernels(profile)
+    assert len(times) == 5
+    found = modelbench._by_span(modelbench._spans(profile, "op:"), times)
+    assert found == [("swiglu", 8.0), ("route", 3.0), ("other", 4.0)]
+    layers = modelbench._by_span(modelbench._spans(profile, "layer:"), times, each=True)
+    assert layers == [("full 2", 11.0)]
 
 
 def test_another_implementation_can_be_taken(small: ModelConfig) -> None:

@@ -7,13 +7,16 @@ forward, greedy choice, drafts.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import repeat
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -31,6 +34,7 @@ from deepinfer.kernels.cache_io import PagedCache
 from deepinfer.kernels.libraries import why_not
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.table import TABLE
+from deepinfer.model import dspark as draft_module
 from deepinfer.model.fast import model as model_module
 from deepinfer.model.fast.inputs import (
     DecodeRows,
@@ -296,7 +300,7 @@ def prefill_step(bench: ModelBench, inputs: ModelInputs) -> Callable[[], Tensor]
     return step
 
 
-def time_step(step: Callable[[], Tensor], device: torch.device, loops: int = 12) -> StepTime:
+def time_step(step: Callable[[], Tensor], device: torch.device) -> StepTime:
     """Time a step, outside graphs, and from step to step in a loop with inputs and tokens."""
     with torch.inference_mode():
         clock = make_clock([step], 1e30, device, most_calls=0)
@@ -304,6 +308,7 @@ def time_step(step: Callable[[], Tensor], device: torch.device, loops: int = 12)
         clock.load()
         clock.later()
         timing = clock.timing()
+        loops = max(4, min(12, int(2e6 / timing.us)))
         wall = _loop(clock.run, step, device, loops) if device.type == "cuda" else None
         clock.close()
     return StepTime(us=timing.us, us_burst=timing.us_burst, wall_us=wall, mode=timing.mode)
@@ -361,18 +366,26 @@ def _named(bench: ModelBench) -> Iterator[None]:
         if callable(getattr(plain, f.name))
     }
     layers = iter([f"layer:{layer.kind} {layer.ratio}" for layer in bench.config.layers])
-    run_block: Callable[..., Any] = vars(model_module)["run_block"]
 
-    def block(*arguments: Any, **options: Any) -> Any:
-        with mark(next(layers, "layer:draft")):
-            return run_block(*arguments, **options)
+    def block(run: Callable[..., Any], names: Iterator[str]) -> Callable[..., Any]:
+        def named(*arguments: Any, **options: Any) -> Any:
+            with mark(next(names, "layer:more")):
+                return run(*arguments, **options)
+
+        return named
 
     timed = dataclasses.replace(plain, **found)  # type: ignore[arg-type]
     model.ops = timed
     if model.draft is not None:
         model.draft.ops = timed
+    places = [(model_module, each, layers) for each in ("run_block", "run_open")]
+    places += [(draft_module, each, repeat("layer:draft")) for each in ("run_block", "run_open")]
     try:
-        with patch.object(model_module, "run_block", block):
+        with ExitStack() as stack:
+            for module, attribute, names in places:
+                run = vars(module).get(attribute)
+                if run is not None:
+                    stack.enter_context(patch.object(module, attribute, block(run, names)))
             yield
     finally:
         model.ops = plain
@@ -394,41 +407,104 @@ def split_ops(bench: ModelBench, step: Callable[[], object]) -> OpSplit:
             step()
             if card:
                 torch.cuda.synchronize()
+    spans = _spans(profile, "op:")
+    times = _kernels(profile) if card else _tops(profile)
     ops: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    for name, spent in _by_span(spans, times):
+        ops[name] = ops.get(name, 0.0) + spent
     layers: dict[str, list[float]] = {}
-    total, launches = 0.0, 0
-    events: Any = profile.events()
-    for event in events:
-        on_device = str(event.device_type).endswith("CUDA")
-        if on_device:
-            if not event.name.startswith(("op:", "layer:", "Memcpy HtoD", "Memcpy DtoH")):
-                total += event.time_range.elapsed_us()
-                launches += not event.name.startswith(("Memcpy", "Memset"))
-            continue
-        spent = event.device_time_total if card else event.cpu_time_total
-        kind, _, name = event.name.partition(":")
-        if kind == "op":
-            ops[name] = ops.get(name, 0.0) + spent
-            counts[name] = counts.get(name, 0) + 1
-        elif kind == "layer":
-            layers.setdefault(name, []).append(spent)
-    if not card:
-        total = _cpu_total(profile)
-    if total > sum(ops.values()):
-        ops["other"] = total - sum(ops.values())
+    for name, spent in _by_span(_spans(profile, "layer:"), times, each=True):
+        layers.setdefault(name, []).append(spent)
+    layers.pop(_OTHER, None)
+    counts = Counter(name for _, _, name in spans)
     return OpSplit(
         ops=dict(sorted(ops.items(), key=lambda item: -item[1])),
-        counts=counts,
-        kinds={name: statistics.fmean(times) for name, times in layers.items()},
-        launches=launches,
+        counts=dict(counts),
+        kinds={name: statistics.fmean(found) for name, found in layers.items()},
+        launches=len(times) if card else 0,
     )
 
 
-def _cpu_total(profile: torch.profiler.profile) -> float:
-    """Add up what begins at the top, outside of every other event."""
-    events: Any = profile.events()  # type: ignore[no-untyped-call]
-    return float(sum(e.cpu_time_total for e in events if e.cpu_parent is None))
+_OTHER: Final = "other"
+_Span = tuple[int, int, str]
+"""Begin and end in nanoseconds of the host, and a name."""
+
+
+def _raw(profile: Any) -> list[Any]:
+    """Return the profiler's own events: names, host times, what launched which kernel."""
+    return list(profile.profiler.kineto_results.events())
+
+
+def _spans(profile: Any, prefix: str) -> list[_Span]:
+    """Return what was marked on the host, in order of begin."""
+    found = [
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.name().removeprefix(prefix))
+        for e in _raw(profile)
+        if e.name().startswith(prefix) and str(e.device_type()).endswith("CPU")
+    ]
+    return sorted(found)
+
+
+def _kernels(profile: Any) -> list[tuple[int, float]]:
+    """Return when each kernel was launched by the host, and its microseconds on the device.
+
+    A kernel without the record of its launch gets the time of the launch before it.
+    """
+    events = _raw(profile)
+    launched = {
+        e.correlation_id(): e.start_ns()
+        for e in events
+        if str(e.device_type()).endswith("CPU") and "aunch" in e.name()
+    }
+    device = [e for e in events if str(e.device_type()).endswith("CUDA")]
+    kernels = [e for e in device if not e.name().startswith(_NO_KERNELS)]
+    found: list[tuple[int, float]] = []
+    before = 0
+    for event in sorted(kernels, key=lambda e: e.start_ns()):
+        before = launched.get(event.correlation_id(), before)
+        found.append((before, event.duration_ns() / 1e3))
+    return found
+
+
+_NO_KERNELS: Final = ("op:", "layer:", "Memcpy", "Memset", "ProfilerStep")
+
+
+def _tops(profile: Any) -> list[tuple[int, float]]:
+    """Return begin and microseconds of what the host did, each stretch once: on a CPU."""
+    found = [
+        (e.start_ns(), e.start_ns() + e.duration_ns())
+        for e in _raw(profile)
+        if str(e.device_type()).endswith("CPU") and not e.name().startswith(("op:", "layer:"))
+    ]
+    times: list[tuple[int, float]] = []
+    end = 0
+    for start, stop in sorted(found, key=lambda pair: (pair[0], -pair[1])):
+        if start >= end:
+            times.append((start, (stop - start) / 1e3))
+            end = stop
+    return times
+
+
+def _by_span(
+    spans: Sequence[_Span], times: Sequence[tuple[int, float]], each: bool = False
+) -> list[tuple[str, float]]:
+    """Add times up by the span they begin in; what begins in none is "other".
+
+    each  return every span by itself, in order, instead of every time
+    """
+    starts = [span[0] for span in spans]
+    sums = [0.0] * len(spans)
+    left = 0.0
+    for at, spent in times:
+        place = bisect.bisect_right(starts, at) - 1
+        if place >= 0 and at < spans[place][1]:
+            sums[place] += spent
+        else:
+            left += spent
+    found = [(span[2], total) for span, total in zip(spans, sums, strict=True)]
+    if not each:
+        found.append((_OTHER, left))
+    return found
 
 
 def sequence_flops(config: ModelConfig, rows: int, layers: Sequence[int]) -> float:

@@ -321,12 +321,11 @@ def _with_network(
     """Add the fabric's variants, what they change, and the statement."""
     tokens = bench.sequences * bench.rows
     parts = _parts(bench, asked, plan, tokens, prefill)
-    shared = record.ops.get("shared", 0.0)
     net = Network(
         fabric=fabric,
         parts=parts,
         hidden=bench.config.hidden_size,
-        overlap_us=shared or _shared_us(bench, tokens),
+        overlap_us=_shared_us(bench, tokens),
     )
     # With two micro-batches in turn, the other one's whole layer runs meanwhile.
     halves = record.step_us / max(1, sum(part.layers for part in parts)) / 2.0
