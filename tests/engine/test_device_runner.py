@@ -10,7 +10,7 @@ import torch
 
 import deepinfer.llm
 from deepinfer.engine.device_runner import DeviceRunner, settle
-from deepinfer.engine.graphs import GraphCache, StepKey, bound_bucket, row_bucket
+from deepinfer.engine.graphs import GraphCache, StepKey, bound_bucket, draft_bucket, row_bucket
 from deepinfer.engine.request import Completion, SamplingParams
 from deepinfer.llm import LLM
 
@@ -94,6 +94,8 @@ def test_buckets_cover_and_waste_little() -> None:
         assert count <= padded and row_bucket(padded) == padded
         assert count < 64 or padded <= count * 1.25
     assert [row_bucket(n) for n in (1, 2, 3, 9, 64, 65, 129)] == [1, 2, 4, 16, 64, 80, 160]
+    assert [draft_bucket(8, n) for n in (0, 1, 4, 5, 40)] == [8, 12, 12, 16, 48]
+    assert [draft_bucket(1, n) for n in (0, 1, 5)] == [1, 2, 6]
     assert [bound_bucket(n, 512, 5000) for n in (1, 512, 513, 2049)] == [512, 512, 2048, 5000]
 
 

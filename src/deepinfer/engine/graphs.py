@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["GraphCache", "StepKey", "bound_bucket", "row_bucket"]
+__all__ = ["GraphCache", "StepKey", "bound_bucket", "draft_bucket", "row_bucket"]
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,14 @@ def row_bucket(count: int) -> int:
     while count > 8 * step:
         step *= 2
     return -(-count // step) * step
+
+
+def draft_bucket(sequences: int, drafts: int) -> int:
+    """Return the padded rows of padded sequences that verify so many drafts in all: half as many
+    rows as sequences are added at a time, so that changing budgets meet few recordings.
+    """
+    step = max(1, sequences // 2)
+    return sequences + -(-drafts // step) * step
 
 
 def bound_bucket(tokens: int, least: int, most: int) -> int:
