@@ -123,12 +123,14 @@ class OpSplit:
     counts    op -> calls
     kinds     kind of layer -> mean time of one layer
     launches  kernels of the step, 0 on a CPU
+    kernels   name -> time of the largest kernels, on a card
     """
 
     ops: Mapping[str, float]
     counts: Mapping[str, int]
     kinds: Mapping[str, float]
     launches: int
+    kernels: Mapping[str, float]
 
 
 class ModelBench:
@@ -422,6 +424,7 @@ def split_ops(bench: ModelBench, step: Callable[[], object]) -> OpSplit:
         counts=dict(counts),
         kinds={name: statistics.fmean(found) for name, found in layers.items()},
         launches=len(times) if card else 0,
+        kernels=_largest(profile) if card else {},
     )
 
 
@@ -467,6 +470,15 @@ def _kernels(profile: Any) -> list[tuple[int, float]]:
 
 
 _NO_KERNELS: Final = ("op:", "layer:", "Memcpy", "Memset", "ProfilerStep")
+
+
+def _largest(profile: Any, count: int = 24) -> dict[str, float]:
+    """Return the kernels that take most of the time, all launches of a name added up."""
+    spent: Counter[str] = Counter()
+    for event in _raw(profile):
+        if str(event.device_type()).endswith("CUDA") and not event.name().startswith(_NO_KERNELS):
+            spent[event.name()[:80]] += event.duration_ns() / 1e3  # type: ignore[assignment]
+    return {name: round(us, 1) for name, us in spent.most_common(count)}
 
 
 def _tops(profile: Any) -> list[tuple[int, float]]:

@@ -78,6 +78,7 @@ class StepRecord:
                   decode without drafts, the stated law of a slice
     ops           op -> microseconds of its kernels in a step run without a graph
     kinds         kind of layer -> mean microseconds of one
+    kernels       name -> microseconds of the largest kernels of that step
     variants      name -> {"step_us", "tokens_per_s"} with the network of a slice
     sensitivity   the same for other latencies and rates
     statement     what the figures of a slice rest on, "" for others
@@ -105,6 +106,7 @@ class StepRecord:
     launches_per_layer: float = 0.0
     ops: Mapping[str, float] = field(default_factory=dict)
     kinds: Mapping[str, float] = field(default_factory=dict)
+    kernels: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sensitivity: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -300,6 +302,7 @@ def _record(
         launches_per_layer=split.launches / blocks if split else 0.0,
         ops=split.ops if split else {},
         kinds=split.kinds if split else {},
+        kernels=split.kernels if split else {},
         used=asked.use,
         choices={op: choice.name for op, choice in bench.model.ops.choices.items()},
         when=datetime.now(UTC).isoformat(timespec="seconds"),
