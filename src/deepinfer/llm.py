@@ -51,6 +51,7 @@ from deepinfer.engine.device_runner import DeviceRunner, make_runner, settle
 from deepinfer.engine.driver import EngineDriver
 from deepinfer.engine.effective import cpu_threads, overlaps
 from deepinfer.engine.executor import Executor, InProcessExecutor
+from deepinfer.engine.graphs import row_bucket
 from deepinfer.engine.loop import EngineLoop, interrupt_after
 from deepinfer.engine.masks import MaskBuffer
 from deepinfer.engine.memory import plan_caches
@@ -262,9 +263,10 @@ class LLM:
         model, drafts = self.model_config, self.config.speculation.num_drafts
         budget, _ = token_budgets(self.config, device.type == "cpu")
         block = max(1 + drafts, model.dspark_block_size if drafts else 0)
+        most = row_bucket(self.config.scheduling.max_num_seqs)
         experts = max(model.n_routed_experts, model.dspark_n_routed_experts if drafts else 0)
         shape = RowShape(
-            capacity=max(budget, self.config.scheduling.max_num_seqs * block),
+            capacity=max(budget, row_bucket(most * block)),
             columns=model.hidden_size,
             active=max(
                 model.num_experts_per_tok, model.dspark_num_experts_per_tok if drafts else 0

@@ -96,6 +96,8 @@ class Replayed:
     What a layer gets is drawn at its first call with a number of rows, and kept.
     """
 
+    flows = True
+
     def __init__(self, plan: Slice, model: FastModel, seed: int, sink: Tensor) -> None:
         """sink: [copies, bytes] uint8, where packed rows go."""
         self._plan, self._ops, self._quantize = plan, model.ops, model.numerics.quantize

@@ -335,7 +335,7 @@ class GroupLoop(EngineLoop):
             self._proposes = plan.propose
         together = Together(rows, sequences, proposes)
         plan = plan or StepPlan(-1, wanted, ())
-        plan = replace(plan, together=together, propose=plan.propose and proposes)
+        plan = replace(plan, together=together, propose=proposes)
         with no_wait():
             handle = self._executor.launch(plan)
         self._launched.append((plan, handle))

@@ -24,7 +24,7 @@ from deepinfer.cache.tensors import Caches
 from deepinfer.config.engine import EngineConfig
 from deepinfer.device.packer import Packer
 from deepinfer.engine.drafting import Drafter
-from deepinfer.engine.graphs import GraphCache, StepKey, bound_bucket, row_bucket
+from deepinfer.engine.graphs import GraphCache, StepKey, bound_bucket, draft_bucket, row_bucket
 from deepinfer.engine.plan import (
     Admission,
     Masks,
@@ -34,7 +34,7 @@ from deepinfer.engine.plan import (
     StepPlan,
     StepResult,
 )
-from deepinfer.engine.runner import Runner, StepModel
+from deepinfer.engine.runner import NOT_FINITE, Runner, StepModel
 from deepinfer.engine.sizing import Sizes
 from deepinfer.engine.state import SlotState
 from deepinfer.model.fast.device_rows import device_inputs, layout_form
@@ -156,8 +156,8 @@ class DeviceRunner(Runner):
     max_sequences, max_blocks  most sequences of a step, and blocks of one
     graphs        record decode steps
     strict        raise where a step cannot be recorded
-    Steps with logits processors, under rejection sampling or together with other ranks wait for
-    the device as `Runner` does.
+    Steps with logits processors or under rejection sampling wait for the device as `Runner` does;
+    so do those together with other ranks, unless all that ranks exchange goes by the device alone.
     """
 
     def __init__(
@@ -189,6 +189,11 @@ class DeviceRunner(Runner):
         self._tabled: dict[int, Sequence[int]] = {}  # slot -> the table that the device has
         # What a recorded step reads of its plan: the budget, slots, most drafts of each.
         self._most_sequences = row_bucket(max_sequences)
+        drafts = 0 if drafter is None else drafter.num_drafts
+        block = 0 if drafter is None else drafter.model.config.dspark_block_size
+        self._most_rows = max(
+            row_bucket(self._most_sequences * (1 + drafts)), self._most_sequences * block
+        )
         self._given = torch.zeros(4 + 2 * self._most_sequences, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None  # of recorded steps whose draw is not recorded
         self._lengths = np.zeros(num_slots, dtype=np.int64)  # at most so many tokens
@@ -212,7 +217,10 @@ class DeviceRunner(Runner):
             self.graphs.forget()
         with torch.inference_mode():
             self._prepare_caches(plan)
+            if plan.together is not None:
+                self._begin(plan.together.rows)
             if not plan.rows:
+                self._idle(plan)
                 empty = StepResult(plan.step_id, ())
                 return lambda: empty
             if plan.kind is StepKind.DECODE:
@@ -231,7 +239,7 @@ class DeviceRunner(Runner):
         sequences = self._most_sequences
         key = StepKey(
             sequences,
-            row_bucket(sequences * (1 + drafts)),
+            draft_bucket(sequences, sequences * drafts),
             bound_bucket(self._most_tokens, self._least_bound, self._most_tokens),
             drafts > 0,
             False,
@@ -244,12 +252,18 @@ class DeviceRunner(Runner):
                 self.graphs.run(key, lambda: self._whole(key, ()))
 
     def _must_wait(self, plan: StepPlan) -> bool:
-        if plan.together is not None or self._batches.share is not None:
+        if self._batches.share is not None:
+            return True
+        if plan.together is not None and not self.model.flows:
             return True
         if self.drafter is not None and self.drafter.rejects:
             return True
         asked = any(a.params.processor_factories for a in plan.admissions)
         return asked or any(row.slot in self._history for row in plan.rows)
+
+    def _begin(self, most_rows: int) -> None:
+        """Say how many rows the fullest rank has: recorded steps hold the most there can be."""
+        super()._begin(max(most_rows, self._most_rows) if self.model.flows else most_rows)
 
     def _admit(self, admission: Admission) -> None:
         super()._admit(admission)
@@ -311,7 +325,7 @@ class DeviceRunner(Runner):
         sequences = row_bucket(len(rows))
         key = StepKey(
             sequences,
-            row_bucket(len(rows) + drafts) if drafts else sequences,
+            draft_bucket(sequences, drafts),
             bound_bucket(bound, self._least_bound, self._most_tokens),
             drafts > 0,
             drafts > 0 and budget is not None,
@@ -469,6 +483,8 @@ class DeviceRunner(Runner):
             ids = [token for row in launched.scored for token in row.scored_ids]
             launched.scores = _bring(self.sampler.score(logits[len(drawn) :], owners, ids))
         if not drawing:
+            if plan.together is not None:
+                self._propose(plan, None)
             return self._send(launched, None, None, ())
         first = torch.arange(len(drawing), device=self.device)
         zero = torch.zeros_like(slots)
@@ -602,6 +618,8 @@ class DeviceRunner(Runner):
                 continue
             slot = row.slot
             if failed:
+                if explained is None and launched.plan.together is not None:
+                    explained = NOT_FINITE  # running rows again would need the other ranks
                 if explained is None:
                     fed = row.token_ids or [last, *before[at][:verified]]
                     where = row.start if row.token_ids else start

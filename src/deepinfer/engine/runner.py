@@ -27,10 +27,13 @@ from deepinfer.model.fast.context import ContextShare
 from deepinfer.model.fast.inputs import ModelInputs, ReplayMode, SequenceRows, build_inputs
 from deepinfer.sampling.sampler import LogitsProcessor, Sampled, Sampler, SlotParams, TokenMasks
 
-__all__ = ["Runner", "StepModel", "slot_params", "token_masks"]
+__all__ = ["NOT_FINITE", "Runner", "StepModel", "slot_params", "token_masks"]
 
 
 _SPOILT = "a logits processor returned NaN or +inf, or -inf for every token"
+
+
+NOT_FINITE = "the logits are not finite; run it on one rank to see the layer"
 
 
 class StepModel(Protocol):
@@ -50,6 +53,11 @@ class StepModel(Protocol):
 
     def idle(self) -> None:
         """Take part in a step of theirs without rows."""
+        ...
+
+    @property
+    def flows(self) -> bool:
+        """Whether a step that ranks take together never waits on the host."""
         ...
 
 
@@ -133,7 +141,7 @@ class Runner:
                 if self.between is not None:
                     self.between(self._was_decode)
                 self._was_decode = plan.kind is StepKind.DECODE
-                self.model.begin(plan.together.rows)
+                self._begin(plan.together.rows)
             batch = self._batches.build(plan, self.state) if plan.rows else None
             if batch is None or batch.inputs is None:
                 self._idle(plan)
@@ -186,10 +194,14 @@ class Runner:
         if drafter is None or (together is not None and not together.propose):
             return
         if together is not None:
-            self.model.begin(together.sequences * drafter.model.config.dspark_block_size)
+            self._begin(together.sequences * drafter.model.config.dspark_block_size)
         drafted = batch is not None and plan.propose and drafter.propose(self.caches, batch.slots)
         if together is not None and not drafted:
             drafter.model.idle()
+
+    def _begin(self, most_rows: int) -> None:
+        """Say how many rows the fullest rank has in what follows."""
+        self.model.begin(most_rows)
 
     def _idle(self, plan: StepPlan) -> None:
         """Take part in a step in which nothing of this rank runs."""
@@ -298,9 +310,9 @@ class Runner:
                     drawn[slot] = RowResult(row.request_id, (), error=_SPOILT)
                     continue
                 if explained is None:
-                    told = "the logits are not finite; run it on one rank to see the layer"
                     alone = plan.together is None  # running rows again would need the others
-                    explained = self.explain(batch.sequence(place), plan.kind) if alone else told
+                    where = batch.sequence(place)
+                    explained = self.explain(where, plan.kind) if alone else NOT_FINITE
                 drawn[slot] = RowResult(row.request_id, (), error=explained)
                 continue
             count = counts[idx] + 1

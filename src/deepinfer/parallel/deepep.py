@@ -45,6 +45,8 @@ class DeepEp:
     Raises UnsupportedError when the library is absent.
     """
 
+    flows = False
+
     def __init__(self, group: Group, shape: RowShape, quantize: bool = True) -> None:
         try:
             library: Any = import_module("deep_ep")

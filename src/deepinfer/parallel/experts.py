@@ -132,7 +132,16 @@ class Pending(Protocol):
 
 
 class ExpertExchange(Protocol):
-    """Moves rows between the ranks of an expert group; every rank calls it in the same order."""
+    """Moves rows between the ranks of an expert group; every rank calls it in the same order.
+
+    flows  whether the host waits for nothing, and shapes depend on `begin` alone, which need not be
+           the same everywhere
+    """
+
+    @property
+    def flows(self) -> bool:
+        """See above."""
+        ...
 
     def begin(self, most_rows: int) -> None:
         """Say how many rows the fullest rank has in the layers to come."""
@@ -169,8 +178,8 @@ class LayerExperts:
     def dispatch(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Pending:
         """Count the choices [T, k] and start sending x [T, C] to their slots."""
         if chosen.shape[0]:
-            ones = torch.ones_like(chosen).flatten()
-            self.counts.index_add_(0, chosen.clamp(min=0).flatten(), ones)
+            real = (chosen >= 0).to(torch.int64)
+            self.counts.index_add_(0, chosen.clamp(min=0).flatten(), real.flatten())
         return self.exchange.dispatch(x, self.maps.slots(chosen), weight, self.maps.num_local)
 
 
@@ -282,6 +291,8 @@ def _destinations(slots: Tensor, num_local: int, size: int) -> tuple[Tensor, Ten
 
 class BackEnd:
     """What the back ends share: the group, and rows as bytes."""
+
+    flows = False
 
     def __init__(self, group: Group, quantize: bool) -> None:
         self.group = group

@@ -170,6 +170,8 @@ class Symmetric:
     columns   of a row; active: most choices of a row
     """
 
+    flows = True
+
     def __init__(
         self,
         memory: PeerMemory,

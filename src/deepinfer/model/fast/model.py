@@ -249,6 +249,15 @@ class FastModel:
         if self.ranks is not None:
             self.ranks.exchange.begin(most_rows)
 
+    @property
+    def flows(self) -> bool:
+        """Whether a step that ranks take together never waits on the host."""
+        if any(
+            block.engram is not None and block.engram.table is not None for block in self.blocks
+        ):
+            return False
+        return self.ranks is None or self.ranks.exchange.flows
+
     @np.errstate(all="ignore")
     def idle(self, first_layer: int = 0) -> None:
         """Take part in a step, from a layer on, without rows: run what other ranks send."""

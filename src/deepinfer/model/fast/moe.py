@@ -57,14 +57,7 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
         config.swiglu_limit,
         quantize,
     )
-    gate_up = ops.fp8_linear(quantized, weights.shared_w1_w3, False)
-    if step.fuses:
-        gate, up = gate_up.chunk(2, dim=-1)
-        shared = ops.swiglu(gate, up, config.swiglu_limit, None, quantize)
-        shared = ops.fp8_linear(shared, weights.shared_w2, False)
-    else:
-        shared = ops.fp8_linear(_expert(step, gate_up, None), weights.shared_w2, quantize)
-    return combine(routed, groups.place, shared)
+    return combine(routed, groups.place, _shared(step, weights, quantized))
 
 
 def serve_experts(step: Pass, weights: MoeWeights, num_active: int) -> None:
@@ -85,14 +78,15 @@ def _ranked(
 
     Every choice's row comes back unsummed, and the sum is that of one process.
     """
-    ops = step.ops
+    if step.live is not None:  # padding is nobody's
+        chosen = chosen.masked_fill(~step.live.unsqueeze(1), -1)
     chosen, order = chosen.sort(dim=1)  # terms come back in the order in which they add up
     pending = ranks.dispatch(x, chosen, weight.gather(1, order))
-    quantized = step.act_quantized(x, "act8")
-    shared = _expert(step, ops.fp8_linear(quantized, weights.shared_w1_w3, False), None)
-    shared = ops.fp8_linear(shared, weights.shared_w2, step.numerics.quantize)
+    shared = _shared(step, weights, step.act_quantized(x, "act8"))
     terms = _serve(step, weights, ranks, pending)
     places = torch.arange(chosen.numel(), device=x.device).view(chosen.shape)
+    if step.live is not None:
+        places = places.masked_fill(chosen < 0, -1)
     return combine(terms.flatten(0, 1), places, shared)
 
 
@@ -114,7 +108,12 @@ def _serve(step: Pass, weights: MoeWeights, ranks: LayerExperts, pending: Pendin
     return ranks.exchange.combine(pending, routed)
 
 
-def _expert(step: Pass, gate_up: Tensor, weight: Tensor | None) -> Tensor:
-    """Join gate and up, stacked in the last dimension."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return step.ops.swiglu(gate, up, step.config.swiglu_limit, weight)
+def _shared(step: Pass, weights: MoeWeights, quantized: Tensor) -> Tensor:
+    """Run the shared expert."""
+    ops, quantize = step.ops, step.numerics.quantize
+    gate, up = ops.fp8_linear(quantized, weights.shared_w1_w3, False).chunk(2, dim=-1)
+    if step.fuses:
+        hidden = ops.swiglu(gate, up, step.config.swiglu_limit, None, quantize)
+        return ops.fp8_linear(hidden, weights.shared_w2, False)
+    hidden = ops.swiglu(gate, up, step.config.swiglu_limit, None)
+    return ops.fp8_linear(hidden, weights.shared_w2, quantize)
