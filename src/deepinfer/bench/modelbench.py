@@ -477,7 +477,7 @@ def _largest(profile: Any, count: int = 24) -> dict[str, float]:
     spent: Counter[str] = Counter()
     for event in _raw(profile):
         if str(event.device_type()).endswith("CUDA") and not event.name().startswith(_NO_KERNELS):
-            spent[event.name()[:80]] += event.duration_ns() / 1e3  # type: ignore[assignment]
+            spent[event.name()[:80]] += event.duration_ns() / 1e3
     return {name: round(us, 1) for name, us in spent.most_common(count)}
 
 
