@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _ROWS, _MOST_ROWS, _OUTPUTS, _INPUTS = 16, 128, 64, 64
 
 
-def _tile_rows(num_rows: int, bf16: bool) -> int:
+def tile_rows(num_rows: int, bf16: bool) -> int:
     """Tokens of a tile: as many as there are, as far as tensor instructions take them."""
     return min(_MOST_ROWS, next_power(num_rows, _ROWS)) if bf16 else _ROWS
 
@@ -78,7 +78,7 @@ def _launch_fp8(x: Tensor, weight: Fp8Weight, quantize: bool, groups: int) -> Te
     bf16 = runs_on_bf16(x.dtype)
     if quantize and num_rows > _ROWS:  # once, not in every program
         x, quantize = round_trip(x, "act8"), False
-    rows = _tile_rows(num_rows, bf16)
+    rows = tile_rows(num_rows, bf16)
     out = torch.empty(num_rows, groups * outputs, dtype=x.dtype, device=x.device)
     launch(
         _fp8, (ceil_div(outputs, _OUTPUTS), ceil_div(num_rows, rows), groups),
@@ -128,7 +128,7 @@ def dense_linear(x: Tensor, weight: DenseWeight, out: torch.dtype) -> Tensor:
     num_rows, outputs = x.shape[0], stored.shape[0]
     result = torch.empty(num_rows, outputs, dtype=out, device=x.device)
     bf16 = runs_on_bf16(x.dtype) and runs_on_bf16(stored.dtype)
-    rows = _tile_rows(num_rows, bf16)
+    rows = tile_rows(num_rows, bf16)
     launch(
         _dense, (ceil_div(outputs, _OUTPUTS), ceil_div(num_rows, rows)),
         x, stored, result, num_rows, outputs, x.shape[1], x.stride(0),

@@ -1,4 +1,7 @@
-"""Routing in Triton: scores as a dense product, then one program per token picks its experts."""
+"""Routing in Triton: a product cut over its inputs, then one program per token picks its experts.
+
+The cuts lie in the same places in any batch, and parts are added up in order.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,46 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.linear import DenseWeight
-from deepinfer.kernels.linear.triton import dense_linear
+from deepinfer.kernels.linear.triton import tile_rows
 from deepinfer.kernels.router.reference import EPS
-from deepinfer.kernels.tiles import launch, next_power
+from deepinfer.kernels.tiles import ceil_div, dot, launch, next_power, runs_on_bf16
+
+_EXPERTS, _INPUTS, _PART = 64, 64, 640
 
 
 @triton.jit
-def _pick(logits, bias, chosen, weights, E, scaling, eps, K: tl.constexpr, BE: tl.constexpr):
+def _scores(
+    x, gate, sums, T, E, C, x_row, part,
+    BF16: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """sums [parts, T, E]: products over `part` of the inputs."""
+    row = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
+    expert = tl.program_id(0) * BN + tl.arange(0, BN)
+    begin = tl.program_id(2) * part
+    acc = tl.zeros((BN, BT), tl.float32)
+    for start in range(begin, begin + part, BK):
+        k = start + tl.arange(0, BK)
+        held = (row < T)[:, None] & (k < C)[None, :]
+        values = tl.load(x + row[:, None] * x_row + k[None, :], held, 0.0)
+        held = (expert < E)[:, None] & (k < C)[None, :]
+        weights = tl.load(gate + expert[:, None] * C + k[None, :], held, 0.0)
+        if not BF16:
+            values, weights = values.to(tl.float32), weights.to(tl.float32)
+        acc = dot(weights, tl.trans(values), acc, BF16)
+    at = sums + (tl.program_id(2) * T + row[:, None]) * E + expert[None, :]
+    tl.store(at, tl.trans(acc), (row < T)[:, None] & (expert < E)[None, :])
+
+
+@triton.jit
+def _pick(
+    sums, bias, chosen, weights, T, E, parts, scaling, eps, K: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BE)
     held = expert < E
-    logit = tl.load(logits + row * E + expert, held, 0.0)
+    logit = tl.zeros((BE,), tl.float32)
+    for part in range(parts):
+        logit += tl.load(sums + (row + part * T) * E + expert, held, 0.0)
     small = tl.log(1.0 + tl.exp(tl.where(logit > 20.0, 0.0, logit)))
     # log1p near 0: log(1 + y) loses y's bits, y itself keeps them.
     tiny = tl.exp(tl.where(logit > -10.0, -10.0, logit))
@@ -53,9 +85,19 @@ def route(
     weights = torch.empty(num_rows, num_active, dtype=torch.float32, device=x.device)
     if not num_rows:
         return chosen, weights
-    logits = dense_linear(x, gate, torch.float32)
+    stored = gate.stored.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    width, parts = x.shape[1], ceil_div(x.shape[1], _PART)
+    bf16 = runs_on_bf16(x.dtype) and runs_on_bf16(stored.dtype)
+    rows = tile_rows(num_rows, bf16)
+    sums = torch.empty(parts, num_rows, num_experts, dtype=torch.float32, device=x.device)
     launch(
-        _pick, (num_rows,), logits, bias, chosen, weights, num_experts, float(scaling), EPS,
-        K=num_active, BE=next_power(num_experts),
+        _scores, (ceil_div(num_experts, _EXPERTS), ceil_div(num_rows, rows), parts),
+        x, stored, sums, num_rows, num_experts, width, x.stride(0), _PART,
+        BF16=bf16, BT=rows, BN=_EXPERTS, BK=_INPUTS,
+    )  # fmt: skip
+    launch(
+        _pick, (num_rows,), sums, bias, chosen, weights, num_rows, num_experts, parts,
+        float(scaling), EPS, K=num_active, BE=next_power(num_experts),
     )  # fmt: skip
     return chosen, weights
