@@ -217,8 +217,7 @@ class DeviceRunner(Runner):
             self.graphs.forget()
         with torch.inference_mode():
             self._prepare_caches(plan)
-            if plan.together is not None:
-                self._begin(plan.together.rows)
+            self._meet(plan)
             if not plan.rows:
                 self._idle(plan)
                 empty = StepResult(plan.step_id, ())

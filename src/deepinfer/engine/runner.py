@@ -137,11 +137,7 @@ class Runner:
             self._admit(admission)
         with torch.inference_mode():
             self._prepare_caches(plan)
-            if plan.together is not None:
-                if self.between is not None:
-                    self.between(self._was_decode)
-                self._was_decode = plan.kind is StepKind.DECODE
-                self._begin(plan.together.rows)
+            self._meet(plan)
             batch = self._batches.build(plan, self.state) if plan.rows else None
             if batch is None or batch.inputs is None:
                 self._idle(plan)
@@ -198,6 +194,15 @@ class Runner:
         drafted = batch is not None and plan.propose and drafter.propose(self.caches, batch.slots)
         if together is not None and not drafted:
             drafter.model.idle()
+
+    def _meet(self, plan: StepPlan) -> None:
+        """Do what ranks that step together do first."""
+        if plan.together is None:
+            return
+        if self.between is not None:
+            self.between(self._was_decode)
+        self._was_decode = plan.kind is StepKind.DECODE
+        self._begin(plan.together.rows)
 
     def _begin(self, most_rows: int) -> None:
         """Say how many rows the fullest rank has in what follows."""
