@@ -45,16 +45,16 @@ inline float bf16(const void* p) {
   return __uint_as_float(static_cast<uint32_t>(v) << 16);
 }
 // Byte of a tile that a descriptor names: element k of row n, rows contiguous in k or in n.
-inline const unsigned char* element(uint64_t d, int n, int k, bool along_n) {
-  const uint32_t start = (d & 0x3FFF) << 4, lead = (d >> 16 & 0x3FFF) << 4;
-  const uint32_t stride = (d >> 32 & 0x3FFF) << 4;
-  if (d >> 62 != 1) std::abort();
+inline const unsigned char* element(uint2 d, int n, int k, bool along_n) {
+  const uint32_t start = (d.x & 0x3FFF) << 4, lead = (d.x >> 16 & 0x3FFF) << 4;
+  const uint32_t stride = (d.y & 0x3FFF) << 4;
+  if (d.y >> 30 != 1) std::abort();
   uint32_t a = along_n ? start + n / 64 * lead + n % 64 * 2 + k / 8 * stride + k % 8 * 128
                        : start + n / 8 * stride + n % 8 * 128 + k * 2;
   return at(a ^ ((a >> 7 & 7) << 4));
 }
 template <int N>
-void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int add, bool along_n) {
+void multiply(float (&d)[N / 2], uint2 a, uint2 b, int add, bool along_n) {
   const int l = thread() % 128;
   for (int half = 0; half < 2; ++half) {
     const int row = l / 32 * 16 + l % 32 / 4 + 8 * half;
@@ -146,10 +146,10 @@ template <int LEFT>
 void products_wait() {}
 template <int N>
 void hold(float (&)[N]) {}
-inline void score_product(float (&s)[32], uint64_t a, uint64_t b, int add) {
+inline void score_product(float (&s)[32], uint2 a, uint2 b, int add) {
   host::multiply<64>(s, a, b, add, false);
 }
-inline void value_product(float (&o)[64], uint64_t a, uint64_t b, int add) {
+inline void value_product(float (&o)[64], uint2 a, uint2 b, int add) {
   host::multiply<128>(o, a, b, add, true);
 }
 inline void adders_sync() { host::wait(host::adders[&host::block()], 256); }

@@ -93,12 +93,13 @@ DEVICE void decode_window(uint2 codes, uint32_t scale, uint32_t (&out)[4]) {
 
 // ---- matrix products -------------------------------------------------------------------------
 
-constexpr uint64_t SWIZZLED = uint64_t(1) << 62;
+// A tile of 128-byte rows in groups of 8; `lead` and `stride` are the descriptor's two offsets in bytes.
+DEVICE uint2 describe(uint32_t at, uint32_t lead, uint32_t stride) {
+    return make_uint2((lead >> 4) << 16 | at >> 4, 1u << 30 | stride >> 4);
+}
 
-// 128-byte rows in groups of 8; `lead` and `stride` are the descriptor's two offsets in bytes.
-DEVICE uint64_t describe(uint32_t at, uint32_t lead, uint32_t stride) {
-    return SWIZZLED | (uint64_t(stride >> 4) << 32) | (uint64_t(lead >> 4) << 16) |
-           ((at & 0x3FFFF) >> 4);
+DEVICE uint2 further(uint2 tile, uint32_t bytes) {
+    return make_uint2(tile.x + (bytes >> 4), tile.y);
 }
 
 DEVICE void load_queries(const CUtensorMap* map, int row, uint32_t smem) {
@@ -290,14 +291,15 @@ DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int wa
             float s[32];
             products_begin();
             {
-                const uint64_t queries = describe(smem + Q_AT, 16, 1024);
-                const uint64_t keys = describe(smem + K_AT + buffer * KEYS, 16, 8192);
+                const uint2 queries = describe(smem + Q_AT, 16, 1024);
+                const uint32_t odd = __ballot_sync(~0u, buffer) & 1;  // known to be the warp's
+                const uint2 keys = describe(smem + K_AT + odd * KEYS, 16, 8192);
 #pragma unroll
                 for (int c = 0; c < 8; c++)
 #pragma unroll
                     for (int k = 0; k < 4; k++)
-                        score_product(s, queries + c * (8192 >> 4) + k * (32 >> 4),
-                                      keys + c * (1024 >> 4) + k * (32 >> 4), c + k > 0);
+                        score_product(s, further(queries, c * 8192 + k * 32),
+                                      further(keys, c * 1024 + k * 32), c + k > 0);
             }
             products_commit();
             // Bit 2 i + b: column 16 i + 2 quad + b, and 8 more.
@@ -423,14 +425,14 @@ DEVICE void add(const Params& p, uint32_t smem, int group, int warp, int lane) {
             }
             hold(out[0]), hold(out[1]);
             products_begin();
-            const uint64_t weights = describe(smem + P_AT, 16, 1024);
-            const uint64_t entries = describe(smem + K_AT + buffer * KEYS + group * 4096, 1024, 8192);
+            const uint2 weights = describe(smem + P_AT, 16, 1024);
+            const uint2 entries = describe(smem + K_AT + buffer * KEYS + group * 4096, 1024, 8192);
 #pragma unroll
             for (int k = 0; k < 4; k++) {
 #pragma unroll
                 for (int n = 0; n < 2; n++)
-                    value_product(out[n], weights + k * (32 >> 4),
-                                  entries + k * (16384 >> 4) + n * (2048 >> 4), t + k > 0);
+                    value_product(out[n], further(weights, k * 32),
+                                  further(entries, k * 16384 + n * 2048), t + k > 0);
                 if (k % 2) products_commit();
             }
             release<1>(smem, buffer, 0, lane == 0);

@@ -147,29 +147,31 @@ DEVICE void hold(float (&x)[N]) {  // nothing moves over this point
 #define R32(x, i) R16(x, i), R16(x, i + 16)
 
 // scores[64 x 64] (+)= queries[64 x 16] * keys[64 x 16]^T
-DEVICE void score_product(float (&s)[32], uint64_t a, uint64_t b, int add) {
+DEVICE void score_product(float (&s)[32], uint2 a, uint2 b, int add) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %36, 0;\n"
+        "mov.b64 a, {%32, %33};\nmov.b64 b, {%34, %35};\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-        "%32, %33, p, 1, 1, 0, 0;\n}"
+        "a, b, p, 1, 1, 0, 0;\n}"
         : R32(s, 0)
-        : "l"(a), "l"(b), "r"(add));
+        : "r"(a.x), "r"(a.y), "r"(b.x), "r"(b.y), "r"(add));
 }
 
 // out[64 x 128] (+)= weights[64 x 16] * entries[16 x 128]
-DEVICE void value_product(float (&o)[64], uint64_t a, uint64_t b, int add) {
+DEVICE void value_product(float (&o)[64], uint2 a, uint2 b, int add) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %68, 0;\n"
+        "mov.b64 a, {%64, %65};\nmov.b64 b, {%66, %67};\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
         "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
-        "%64, %65, p, 1, 1, 0, 1;\n}"
+        "a, b, p, 1, 1, 0, 1;\n}"
         : R32(o, 0), R32(o, 32)
-        : "l"(a), "l"(b), "r"(add));
+        : "r"(a.x), "r"(a.y), "r"(b.x), "r"(b.y), "r"(add));
 }
 
 DEVICE void adders_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
