@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -33,9 +33,9 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
 
     made: list[LLM] = []
 
-    def start(**settings: object) -> LLM:
+    def start(model: str = "golden", **settings: object) -> LLM:
         monkeypatch.setattr(deepinfer.llm, "make_runner", make)
-        made.append(LLM("golden", device="cpu", config=settings))
+        made.append(LLM(model, device="cpu", config=settings))
         monkeypatch.undo()
         return made[-1]
 
@@ -86,6 +86,40 @@ def test_outcomes_are_those_of_the_plain_runner(
             assert np.allclose(mine[2], other[2], atol=1e-5)
     alone = [outcome(llm.generate(p, own)[0]) for p, own in zip(*requests(plain), strict=True)]
     assert alone == got
+
+
+@pytest.mark.parametrize("drafts", [{}, DRAFTS])
+def test_shapes_and_rules_hold_on_the_device_too(
+    drafts: dict[str, object], on_device: Callable[..., LLM]
+) -> None:
+    """Grammar masks, forced ids, prompt logprobs and processors, beside free rows."""
+    pytest.importorskip("llguidance")
+
+    def fewer(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[::2] = -torch.inf
+        return logits
+
+    params = [
+        SamplingParams(max_tokens=6, seed=1, structured={"regex": "[ab]{2,4}c"}),
+        SamplingParams(max_tokens=5, seed=2, ignore_eos=True),
+        SamplingParams(max_tokens=5, temperature=0, forced_token_ids=(5, 9), prompt_logprobs=True),
+        SamplingParams(max_tokens=4, seed=3, logits_processors=(lambda: fewer,), ignore_eos=True),
+    ]
+    prompts = [[5, 6, 7], list(range(9, 50)), [3] * 20, [100, 101]]
+    with LLM("demo", device="cpu", config=drafts) as llm:
+        want = llm.generate(prompts, params)
+    got = on_device("demo", **drafts).generate(prompts, params)
+    for mine, other in zip(got, want, strict=True):
+        assert (mine.token_ids, mine.finish_reason) == (other.token_ids, other.finish_reason)
+    assert np.allclose(got[2].prompt_logprobs[1:], want[2].prompt_logprobs[1:], atol=1e-5)
+
+
+def test_damage_is_named(on_device: Callable[..., LLM]) -> None:
+    llm = on_device()
+    model = llm._loop.executor._runner.model
+    model.blocks[3].attention.kv_norm.fill_(torch.nan)
+    (result,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
+    assert not result.token_ids and "layers.3 is the first bad layer" in str(result.error)
 
 
 def test_buckets_cover_and_waste_little() -> None:
