@@ -276,7 +276,7 @@ class LLM:
         )
         exchange = make_exchange(
             parallel.backend, member.ranks.expert, quantize, parallel.capacity_factor, shape,
-            member.ranks.store, device,
+            member.ranks.store, device, parallel.timeout_s,
         )  # fmt: skip
         return ExpertRanks(member.ranks.expert, device, exchange, parallel.copies)
 

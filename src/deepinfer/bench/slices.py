@@ -121,6 +121,9 @@ class Replayed:
     def begin(self, most_rows: int) -> None:
         """Do nothing: nobody else has rows."""
 
+    def check(self) -> None:
+        """Do nothing: nobody can be missing."""
+
     def dispatch(self, x: Tensor, slots: Tensor, weight: Tensor, num_local: int) -> _Made:
         """Quantize and pack what would go out, and take what would have come."""
         key = (x.shape[0], slots.shape[1], num_local)

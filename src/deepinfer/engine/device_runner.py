@@ -576,6 +576,8 @@ class DeviceRunner(Runner):
         if launched.event is not None:
             launched.event.synchronize()
         plan = launched.plan
+        if plan.together is not None:
+            self.model.check()
         found: dict[int, RowResult] = {}
         if launched.packed is not None:
             found = self._read(launched, launched.packed.numpy())

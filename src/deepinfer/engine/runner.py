@@ -60,6 +60,10 @@ class StepModel(Protocol):
         """Whether a step that ranks take together never waits on the host."""
         ...
 
+    def check(self) -> None:
+        """Raise what went wrong on the device in a step together, after its end."""
+        ...
+
 
 def slot_params(admission: Admission) -> SlotParams:
     """Translate a request's parameters into what the sampler keeps for its slot."""

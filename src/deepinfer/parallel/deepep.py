@@ -64,6 +64,9 @@ class DeepEp:
     def begin(self, most_rows: int) -> None:
         """Nothing: counts travel."""
 
+    def check(self) -> None:
+        """Do nothing: the library has limits of its own."""
+
     def dispatch(self, x: Tensor, slots: Tensor, weight: Tensor, num_local: int) -> _Sent:
         """Start sending a row for every choice."""
         active = slots.shape[1]

@@ -147,6 +147,10 @@ class ExpertExchange(Protocol):
         """Say how many rows the fullest rank has in the layers to come."""
         ...
 
+    def check(self) -> None:
+        """Raise GroupBroken if a rank did not come in what has ended on the device."""
+        ...
+
     def dispatch(self, x: Tensor, slots: Tensor, weight: Tensor, num_local: int) -> Pending:
         """Start sending rows.
 
@@ -302,6 +306,9 @@ class BackEnd:
     def begin(self, most_rows: int) -> None:
         """Note how many rows the fullest rank has."""
         self.most_rows = most_rows
+
+    def check(self) -> None:
+        """Do nothing: a collective that breaks raises by itself."""
 
 
 class _Spread:
@@ -511,10 +518,12 @@ def make_exchange(
     shape: RowShape | None = None,
     store: Store | None = None,
     device: torch.device | None = None,
+    timeout_s: float = 120.0,
 ) -> ExpertExchange:
     """Return a back end by its name in `parallel.backend`; every rank of the group calls it.
 
     shape, store, device  for those with buffers of their own
+    timeout_s             how long kernels wait for another rank
     Raises ConfigError for other names and UnsupportedError where a back end cannot run.
     """
     on_card = device is not None and device.type == "cuda"
@@ -539,4 +548,4 @@ def make_exchange(
         return DeepEp(group, shape)
     from deepinfer.parallel.symm import symmetric
 
-    return symmetric(group, shape, quantize, store, device)
+    return symmetric(group, shape, quantize, store, device, timeout_s)

@@ -19,13 +19,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from deepinfer.errors import UnsupportedError
 from deepinfer.kernels.grouping import group as group_choices
-from deepinfer.parallel.comm import Group
+from deepinfer.parallel.comm import Group, GroupBroken
 from deepinfer.parallel.experts import Received, RowShape
 
 __all__ = ["IpcMemory", "PeerMemory", "Symmetric", "SymmetricMemory", "room", "symmetric"]
 
 _log = logging.getLogger(__name__)
-_LIMIT: Final = 30_000_000  # looks at a flag, about a microsecond each
+_LOOKS_A_SECOND: Final = 1_000_000  # at a flag, about
 _ALIGN: Final = 256
 _HEAD: Final = 16  # a row's header is a multiple of so many bytes
 
@@ -182,7 +182,7 @@ class Symmetric:
         columns: int,
         active: int,
         dtype: torch.dtype,
-        limit: int = _LIMIT,
+        limit: int = 120 * _LOOKS_A_SECOND,
     ) -> None:
         size, device = len(memory.addresses), memory.local.device
         layout = room(size, capacity, columns, active, dtype.itemsize, quantize)
@@ -196,13 +196,20 @@ class Symmetric:
         self._return_epoch = torch.ones(1, dtype=torch.int64, device=device)
         self._counts = torch.zeros(size, dtype=torch.int64, device=device)
         self._told = torch.zeros(size, dtype=torch.int64, device=device)
-        self.error = torch.zeros(1, dtype=torch.int32, device=device)
+        # In host memory, where the kernels write it and a look at it waits for nothing.
+        self.error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.most_rows = capacity
 
     def begin(self, most_rows: int) -> None:
         """Note how many rows the fullest rank has."""
         assert most_rows <= self._capacity, (most_rows, self._capacity)
         self.most_rows = max(1, most_rows)
+
+    def check(self) -> None:
+        """Raise GroupBroken if a rank did not come in a step that has ended."""
+        missing = int(self.error[0])
+        if missing:
+            raise GroupBroken(f"symm: rank {missing - 1} of the expert group did not come in time")
 
     def dispatch(self, x: Tensor, slots: Tensor, weight: Tensor, num_local: int) -> _Pushed:
         """Push rows to the ranks that need them."""
@@ -271,7 +278,12 @@ class Symmetric:
 
 
 def symmetric(
-    group: Group, shape: RowShape, quantize: bool, store: Store, device: torch.device
+    group: Group,
+    shape: RowShape,
+    quantize: bool,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
 ) -> Symmetric:
     """Allocate the buffers of a group, of which all members call it, and return the exchange.
 
@@ -289,4 +301,5 @@ def symmetric(
         columns=shape.columns,
         active=shape.active,
         dtype=shape.dtype,
+        limit=int(timeout_s * _LOOKS_A_SECOND),
     )

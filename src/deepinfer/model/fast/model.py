@@ -258,6 +258,11 @@ class FastModel:
             return False
         return self.ranks is None or self.ranks.exchange.flows
 
+    def check(self) -> None:
+        """Raise GroupBroken if a rank did not come in a step that has ended."""
+        if self.ranks is not None:
+            self.ranks.exchange.check()
+
     @np.errstate(all="ignore")
     def idle(self, first_layer: int = 0) -> None:
         """Take part in a step, from a layer on, without rows: run what other ranks send."""
