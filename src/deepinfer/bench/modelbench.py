@@ -28,6 +28,7 @@ from deepinfer.bench.timing import make_clock
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.tensors import Caches
 from deepinfer.config import ModelConfig
+from deepinfer.config.engine import NumericsConfig
 from deepinfer.device import pick_device
 from deepinfer.errors import ConfigError
 from deepinfer.kernels.cache_io import PagedCache
@@ -133,6 +134,10 @@ class OpSplit:
     kernels: Mapping[str, float]
 
 
+_FASTEST: Final = NumericsConfig(batch_invariant=False)
+"""Benchmarks take every kernel, also those whose bits for a row depend on its batch."""
+
+
 class ModelBench:
     """A model of random weights with caches of a stated context."""
 
@@ -167,7 +172,7 @@ class ModelBench:
         self.with_drafts = drafts and config.num_nextn_predict_layers > 0
         before = _allocated(device)
         self.model: FastModel = model or random_model(
-            config, device, experts, seed, with_drafts=self.with_drafts
+            config, device, experts, seed, numerics=_FASTEST, with_drafts=self.with_drafts
         )
         self.weight_bytes = _allocated(device) - before
         self.model.ops = ops = with_implementations(self.model.ops, use, device)
