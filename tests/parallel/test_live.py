@@ -25,7 +25,8 @@ from deepinfer.parallel.balance import (
 )
 from deepinfer.parallel.comm import Group
 from deepinfer.parallel.experts import ExpertMaps, LayerExperts
-from deepinfer.parallel.live import BalancedLayer, LiveBalancer, plan_moves
+from deepinfer.parallel.live import BalancedLayer, LiveBalancer
+from deepinfer.parallel.moves import Moves, plan_all, plan_moves
 
 LAYERS, EXPERTS, EXTRA, RANKS = 3, 16, 8, 4
 CPU = torch.device("cpu")
@@ -183,14 +184,13 @@ def test_nothing_moves_where_it_does_not_pay() -> None:
 def test_plans_that_differ_end_everything_before_a_byte_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = live.plan_moves
     calls = iter(range(100))
 
-    def differs(now: Placement, window: LoadWindow, horizon: int, spare: int) -> live.Moves:
-        found = real(now, window, horizon, spare)
-        return found if next(calls) else live.Moves(now, (), 0.0, 0.0)
+    def differs(work: list[tuple[Placement, LoadWindow]], horizon: int, spare: int) -> list[Moves]:
+        found = plan_all(work, horizon, spare)
+        return found if next(calls) else [Moves(now, (), 0.0, 0.0) for now, _ in work]
 
-    monkeypatch.setattr(live, "plan_moves", differs)
+    monkeypatch.setattr(live, "plan_all", differs)
     with pytest.raises(DeepInferError, match="planned the placement of experts differently"):
         run(skewed, 80, window=16, interval=60, horizon=100_000)
 
@@ -206,3 +206,15 @@ def test_the_better_of_two_ways_is_taken() -> None:
     assert sum(map(len, short.stages)) < sum(map(len, long.stages))
     peaks = [rank_loads(p, window.loads()).max(-1).sum() for p in (start, short.after, long.after)]
     assert peaks[0] > peaks[1] > peaks[2]
+
+
+def test_a_process_of_its_own_plans_the_same() -> None:
+    window = LoadWindow(8, 1, EXPERTS)
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        window.add(rng.multinomial(4000, skewed(0))[None])
+    work = [(initial_placement(1, EXPERTS, RANKS, EXTRA), window)]
+    here, there = (plan_all(work, 1000, 1, small) for small in (10_000, 0))
+    assert here[0].stages and here == there
+    with pytest.raises(DeepInferError, match="planning where experts go failed: .*spare memory"):
+        plan_all(work, 1000, 0, 0)

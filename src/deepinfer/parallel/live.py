@@ -5,7 +5,7 @@ rank of an expert group: steps are counted, and whatever can take longer on one 
 waited for by asking all. So maps change on all ranks at once, and a step sees one placement.
 
     collect   a row of loads for every decode step; after `interval` of them all ranks add theirs up
-    plan      in a thread, the same on every rank; ranks compare what came out before anything moves
+    plan      aside, the same on every rank; ranks compare what came out before anything moves
     move      stage by stage: weights travel into spare memory while a step runs, and at the next
               step every rank copies them into their slots and installs the maps
 
@@ -27,23 +27,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.errors import DeepInferError
-from deepinfer.parallel.balance import (
-    LoadWindow,
-    Placement,
-    adapt,
-    initial_placement,
-    judge,
-    plan_by_steps,
-    refine,
-)
+from deepinfer.parallel.balance import LoadWindow, Placement, initial_placement
 from deepinfer.parallel.comm import Group, Waitable
 from deepinfer.parallel.experts import LayerExperts
-from deepinfer.parallel.migrate import Migration, Stage, apply_stage, plan_migration, relabel
+from deepinfer.parallel.migrate import Stage, apply_stage
+from deepinfer.parallel.moves import Moves, plan_all
 
-__all__ = ["BalancedLayer", "LiveBalancer", "Moves", "plan_moves"]
+__all__ = ["BalancedLayer", "LiveBalancer"]
 
-_MOVE_ROWS: Final = 512
-"""What moving an expert may cost, in rows: 19 MB over NVLink against a row of a large product."""
 _ASK_STEPS: Final = 4
 """Steps between two questions whether every rank has planned."""
 
@@ -61,41 +52,6 @@ class BalancedLayer:
     experts: LayerExperts
     parts: tuple[Tensor, ...]
     derived: Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """What a plan comes to; without stages nothing pays.
-
-    rows_now, rows_planned  of the busiest rank, on steps the plan has not seen, summed over layers
-    """
-
-    after: Placement
-    stages: tuple[Stage, ...]
-    rows_now: float
-    rows_planned: float
-
-
-def plan_moves(now: Placement, window: LoadWindow, horizon: int, spare: int) -> Moves:
-    """Return the moves that pay best within `horizon` steps: a plan made anew, or from what is.
-
-    Depends on its arguments alone, so that ranks with the same counts make the same moves.
-    """
-    seen, unseen = window.split()
-    fresh = plan_by_steps(seen, now.num_ranks, now.num_slots)
-    best: tuple[float, Migration, float] | None = None
-    rows_now = 0.0
-    for wished in (refine(now, seen, exchanges=32), adapt(now, seen), relabel(now, fresh)):
-        migration = plan_migration(now, wished, spare)
-        cost = _MOVE_ROWS * int(migration.received().max(initial=0))
-        gain = judge(now, migration.after, unseen, remaining_steps=horizon, migration_rows=cost)
-        rows_now = gain.rows_now
-        net = (gain.rows_now - gain.rows_planned) * horizon - cost
-        if gain.worth_it and migration.stages and (best is None or net > best[0]):
-            best = (net, migration, gain.rows_planned)
-    if best is None:
-        return Moves(now, (), rows_now, rows_now)
-    return Moves(best[1].after, best[1].stages, rows_now, best[2])
 
 
 class _Balanced:
@@ -228,7 +184,7 @@ class LiveBalancer:
 
         def plan() -> None:
             try:
-                self._plans = [plan_moves(now, w, self._horizon, self._spare) for now, w in work]
+                self._plans = plan_all(work, self._horizon, self._spare)
             except BaseException as error:
                 self._failure = error
 
