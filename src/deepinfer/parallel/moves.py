@@ -81,7 +81,12 @@ def plan_all(
         return [plan_moves(now, window, horizon, spare) for now, window in work]
     data = pickle.dumps([path for path in sys.path if path])
     data += pickle.dumps((list(work), horizon, spare))
-    done = subprocess.run([sys.executable, "-P", "-c", _PROGRAM], input=data, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _PROGRAM],
+        input=data,
+        capture_output=True,
+        process_group=0,  # Ctrl-C is for the engine
+    )
     if done.returncode:
         told = done.stderr.decode(errors="replace").strip().splitlines() or ["nothing was told"]
         raise DeepInferError(f"planning where experts go failed: {told[-1]}")
