@@ -1,6 +1,6 @@
 """Matrix products in Triton: stored weights are decoded tile by tile, on the way to the product.
 
-Outputs stand in the rows of a tile and tokens in its columns, so that few and many tokens run the
+Neighbouring programs share a tile of the weight. Outputs stand in the rows of a tile and tokens in its columns, so that few and many tokens run the
 same tensor instructions over the same inputs in the same order: a row's bits do not depend on its
 batch, whatever tile its batch takes.
 """
@@ -46,8 +46,8 @@ def _fp8(
 ):  # fmt: skip
     """One tile [BN, BT] of group program_id(2); N outputs and K inputs per group."""
     group = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
     weight_row = group * N + column
     acc = tl.zeros((BN, BT), tl.float32)
     for start in range(0, K, BK):
@@ -81,7 +81,7 @@ def _launch_fp8(x: Tensor, weight: Fp8Weight, quantize: bool, groups: int) -> Te
     rows = tile_rows(num_rows, bf16)
     out = torch.empty(num_rows, groups * outputs, dtype=x.dtype, device=x.device)
     launch(
-        _fp8, (ceil_div(outputs, _OUTPUTS), ceil_div(num_rows, rows), groups),
+        _fp8, (ceil_div(num_rows, rows), ceil_div(outputs, _OUTPUTS), groups),
         x, weight.codes.view(torch.uint8), weight.scale, out, num_rows, outputs, inputs,
         x.stride(0), x.stride(1), groups * outputs,
         QUANTIZE=quantize, BF16=bf16, BT=rows, BN=_OUTPUTS, BK=_INPUTS,
@@ -104,8 +104,8 @@ def _dense(
     x, weight, out, T, N, K, x_row,
     BF16: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
-    column = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    column = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
     acc = tl.zeros((BN, BT), tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
@@ -130,7 +130,7 @@ def dense_linear(x: Tensor, weight: DenseWeight, out: torch.dtype) -> Tensor:
     bf16 = runs_on_bf16(x.dtype) and runs_on_bf16(stored.dtype)
     rows = tile_rows(num_rows, bf16)
     launch(
-        _dense, (ceil_div(outputs, _OUTPUTS), ceil_div(num_rows, rows)),
+        _dense, (ceil_div(num_rows, rows), ceil_div(outputs, _OUTPUTS)),
         x, stored, result, num_rows, outputs, x.shape[1], x.stride(0),
         BF16=bf16, BT=rows, BN=_OUTPUTS, BK=_INPUTS,
     )  # fmt: skip
