@@ -1,8 +1,8 @@
 """Matrix products in Triton: stored weights are decoded tile by tile, on the way to the product.
 
-Neighbouring programs share a tile of the weight. Outputs stand in the rows of a tile and tokens in its columns, so that few and many tokens run the
-same tensor instructions over the same inputs in the same order: a row's bits do not depend on its
-batch, whatever tile its batch takes.
+Neighbouring programs share a tile of the weight. Outputs stand in the rows of a tile and tokens in
+its columns, so that few and many tokens run the same tensor instructions over the same inputs in
+the same order: a row's bits do not depend on its batch, whatever tile its batch takes.
 """
 
 from __future__ import annotations
