@@ -277,10 +277,9 @@ def test_tile_kernels_swiglu(monkeypatch: pytest.MonkeyPatch, beside: bool) -> N
     gate, up = whole.chunk(2, dim=1)
     if not beside:
         gate, up = gate.clone(), up.clone()
-    for limit, weight in ((10.0, torch.rand(5)), (0.0, None)):
-        assert torch.equal(
-            swiglu(gate, up, limit, weight), reference.swiglu(gate, up, limit, weight)
-        )
+    for limit, weight, rounds in ((10.0, torch.rand(5), False), (0.0, None, True)):
+        want = reference.swiglu(gate, up, limit, weight, rounds)
+        assert torch.equal(swiglu(gate, up, limit, weight, rounds), want)
 
 
 def test_tile_kernels_engram_gate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,10 +34,12 @@ def expert_linear(
     return pack(_packed, weight.codes, weight.scale, fp4=True).multiply(x.contiguous(), bounds)
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+def swiglu(
+    gate: Tensor, up: Tensor, limit: float, weight: Tensor | None, quantize: bool = False
+) -> Tensor:
     """As the reference; gate and up that lie side by side are read where they are."""
     if gate.shape[1] % 128:
-        return reference.swiglu(gate, up, limit, weight)
+        return reference.swiglu(gate, up, limit, weight, quantize)
     rows, dim = gate.shape
     beside = gate.data_ptr() + dim * gate.element_size() == up.data_ptr()
     if beside and gate.stride() == up.stride() == (2 * dim, 1):
@@ -51,7 +53,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Ten
         topk_weights=None if weight is None else weight.contiguous(),
         clamp_value=limit if limit > 0 else None,
     )
-    return out
+    return _rounded(out) if quantize else out
 
 
 def _rounded(x: Tensor) -> Tensor:
