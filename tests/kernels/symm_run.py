@@ -16,7 +16,10 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.expert_exchange import triton as kernels
 from deepinfer.kernels.quantize import round_trip
+from deepinfer.parallel.balance import Placement
+from deepinfer.parallel.experts import SPREAD, ExpertMaps, LayerExperts
 from deepinfer.parallel.symm import Symmetric, room
 
 NUM_LOCAL, ACTIVE, CAPACITY = 4, 3, 6
@@ -92,10 +95,8 @@ def compile_all(archs: list[int]) -> list[str]:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from deepinfer.kernels.expert_exchange import triton as kernels
-
     types = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64",
-             torch.uint8: "*u8", torch.int32: "*i32"}  # fmt: skip
+             torch.uint8: "*u8", torch.int32: "*i32", torch.int8: "*i8"}  # fmt: skip
     problems, seen = [], set()
 
     def record(kernel, grid, *arguments, num_warps=4, **constants) -> None:
@@ -116,20 +117,47 @@ def compile_all(archs: list[int]) -> list[str]:
                     problems.append(f"{key}: {str(error)[-300:]}")
 
     kernels.launch = record
+    for with_live in (False, True):
+        chosen_slots(torch.Generator(), with_live)
     for columns, dtype, quantize in [(5120, torch.bfloat16, True), (64, torch.float32, False)]:
         member = ranks(2, columns, dtype, quantize)[0]
         rows = torch.ones(2, columns, dtype=dtype)
         pushed = member.dispatch(rows, torch.zeros(2, 3).long(), torch.ones(2, 3), NUM_LOCAL)
         count = len(pushed.wait().rows)
         member.combine(pushed, torch.zeros(count, columns, dtype=dtype))
-    assert len(seen) >= 8 * len(archs), seen
+    assert len(seen) >= 10 * len(archs), seen
     return problems
+
+
+def chosen_slots(generator: torch.Generator, with_live: bool) -> bool:
+    """Whether the kernel chooses, orders and counts as the plain ops do."""
+    placement = Placement([[5, 1, 2, 3, 4, 0, 6, 7, 0, 1, 2, 3]], 8, 2)
+    maps = ExpertMaps.of(placement, 0, 1, torch.device("cpu"))
+    chosen = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(9)])
+    weight = torch.rand(9, 3, generator=generator)
+    live = torch.rand(9, generator=generator) < 0.6 if with_live else None
+    counts, again = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+    layer = LayerExperts(maps, None, again)  # type: ignore[arg-type]  # nothing is sent
+    found = kernels.choose_slots(
+        chosen, weight, live, maps.log2phy, maps.copies, counts, maps.place, SPREAD
+    )
+    wanted = layer._choose(chosen, weight, live)
+    real = wanted[2] >= 0  # of rows that are not live only the absence counts
+    return (
+        torch.equal(found[0], wanted[0])
+        and torch.equal(found[1][real], wanted[1][real])
+        and torch.equal(found[2], wanted[2])
+        and torch.equal(counts, again)
+    )
 
 
 def interpret() -> list[str]:
     """Run all cases; returns what is wrong."""
     generator = torch.Generator().manual_seed(0)
     problems: list[str] = []
+    for with_live in (False, True):
+        if not chosen_slots(generator, with_live):
+            problems.append(f"choose_slots differs, live {with_live}")
     for size, columns, dtype, quantize in [
         (2, 96, torch.bfloat16, True),
         (3, 1056, torch.bfloat16, True),

@@ -76,7 +76,8 @@ def _exchange_once(
     weight: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     layer = LayerExperts(maps, exchange, torch.zeros(NUM_EXPERTS, dtype=torch.int64))
-    pending = layer.dispatch(x, chosen, weight)
+    pending, places = layer.dispatch(x, chosen, weight)
+    assert places.flatten().tolist() == list(range(chosen.numel()))
     found = pending.wait()
     counts = torch.from_numpy(np.diff(found.offsets.numpy()))
     expert = torch.repeat_interleave(torch.tensor(maps.local_experts), counts)
@@ -106,6 +107,8 @@ def exchange(ranks: Ranks, args: Any) -> object:
             chosen[:] = torch.tensor([6, 0, 1])  # all tokens to the same experts
         weight = torch.rand(num, ACTIVE, generator=generator)
         terms = _exchange_once(exchange, maps, x, chosen, weight)
+        chosen, order = chosen.sort(dim=1)  # in which terms come back
+        weight = weight.gather(1, order)
         sent = round_trip(x, "act8") if quantize else x
         want = _expert(sent.unsqueeze(1).expand(-1, ACTIVE, -1), chosen, weight)
         assert torch.equal(terms.view(torch.int16), want.contiguous().view(torch.int16)), sizes

@@ -11,6 +11,7 @@ Source: parallelism specification, 3.1 and 3.5.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
@@ -42,7 +43,7 @@ __all__ = [
     "make_exchange",
 ]
 
-_SPREAD: Final = 23333  # a row's copy of an expert: neighbouring rows take different ones
+SPREAD: Final = 23333  # a row's copy of an expert: neighbouring rows take different ones
 _ALIGN: Final = 16  # bytes of a wire row
 
 
@@ -102,7 +103,7 @@ class ExpertMaps:
         else:
             safe = chosen.clamp(min=0)
             rows = torch.arange(chosen.shape[0], device=chosen.device).unsqueeze(1)
-            found = self.log2phy[safe, (self.place + rows * _SPREAD) % self.copies[safe]]
+            found = self.log2phy[safe, (self.place + rows * SPREAD) % self.copies[safe]]
         return torch.where(chosen < 0, -1, found)
 
 
@@ -179,12 +180,38 @@ class LayerExperts:
     counts: Tensor
     drafts: bool = False
 
-    def dispatch(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Pending:
-        """Count the choices [T, k] and start sending x [T, C] to their slots."""
+    def dispatch(
+        self, x: Tensor, chosen: Tensor, weight: Tensor, live: Tensor | None = None
+    ) -> tuple[Pending, Tensor]:
+        """Count the choices [T, k] and start sending x [T, C] to their slots.
+
+        live  [T] bool: rows that are sent, None = all
+        Returns also where the terms that come back add up, as `grouping.combine` takes it: choices
+        are sent in ascending order of experts, and a row's terms come back in it.
+        """
+        slots, weight, places = self._choose(chosen, weight, live)
+        return self.exchange.dispatch(x, slots, weight, self.maps.num_local), places
+
+    def _choose(
+        self, chosen: Tensor, weight: Tensor, live: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return slots, weights and places [T, k] in ascending order of experts."""
+        maps = self.maps
+        if chosen.device.type == "cuda" and find_spec("triton"):
+            from deepinfer.kernels.expert_exchange import triton as kernels
+
+            return kernels.choose_slots(
+                chosen, weight, live, maps.log2phy, maps.copies, self.counts, maps.place, SPREAD
+            )
+        if live is not None:
+            chosen = chosen.masked_fill(~live.unsqueeze(1), -1)
         if chosen.shape[0]:
             real = (chosen >= 0).to(torch.int64)
             self.counts.index_add_(0, chosen.clamp(min=0).flatten(), real.flatten())
-        return self.exchange.dispatch(x, self.maps.slots(chosen), weight, self.maps.num_local)
+        chosen, order = chosen.sort(dim=1)
+        places = torch.arange(chosen.numel(), device=chosen.device).view(chosen.shape)
+        places = places.masked_fill(chosen < 0, -1)
+        return maps.slots(chosen), weight.gather(1, order), places
 
 
 class ExpertRanks:

@@ -33,10 +33,45 @@ from deepinfer.kernels.tiles import (
     ue8m0_value,
 )
 
-__all__ = ["HEAD_ALIGN", "await_flags", "decode", "give_back", "header", "push", "raise_flags"]
+__all__ = [
+    "HEAD_ALIGN",
+    "await_flags",
+    "choose_slots",
+    "decode",
+    "give_back",
+    "header",
+    "push",
+    "raise_flags",
+]
 
 HEAD_ALIGN = 16
 _TILE = 1024
+
+
+@triton.jit
+def _choose(
+    chosen, weight, live, log2phy, copies, counts, slots, weights, places, K, X, place,
+    SPREAD: tl.constexpr, LIVE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Program row: its choices in ascending order of experts, as slots; counts them."""
+    row = tl.program_id(0).to(tl.int64)
+    choice = tl.arange(0, BK)
+    own = choice < K
+    expert = tl.load(chosen + row * K + choice, own, 0)
+    counted = own & (expert >= 0)
+    if LIVE:
+        counted = counted & (tl.load(live + row) != 0)
+    safe = tl.maximum(expert, 0)
+    copy = (place + row * SPREAD) % tl.load(copies + safe, own, 1)
+    slot = tl.load(log2phy + safe * X + copy, counted, -1)
+    before = (expert[None, :] < expert[:, None]) | (
+        (expert[None, :] == expert[:, None]) & (choice[None, :] < choice[:, None])
+    )
+    at = row * K + tl.sum((before & own[None, :]).to(tl.int32), 1)
+    tl.store(slots + at, slot, own)
+    tl.store(weights + at, tl.load(weight + row * K + choice, own, 0.0), own)
+    tl.store(places + at, tl.where(slot < 0, -1, at), own)
+    tl.atomic_add(counts + safe, (expert * 0 + 1), counted)
 
 
 @triton.jit
@@ -167,6 +202,29 @@ def _give_back(
             word = start + tl.arange(0, TILE)
             held = word < words
             tl.store(target + word, tl.load(outputs + found * words + word, held, 0), held)
+
+
+def choose_slots(
+    chosen: Tensor, weight: Tensor, live: Tensor | None, log2phy: Tensor, copies: Tensor,
+    counts: Tensor, place: int, spread: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return slots, weights and places [T, k] of choices in ascending order of experts.
+
+    chosen [T, k] int64, weight [T, k] fp32, live [T] bool; maps and `spread` as in ExpertMaps
+    counts  [E] int64, gains a one for each choice of a live row
+    places  number of the choice, -1 where it has no slot
+    """
+    chosen, weight = chosen.contiguous(), weight.contiguous()
+    slots, places = torch.empty_like(chosen), torch.empty_like(chosen)
+    weights = torch.empty_like(weight)
+    rows, active = chosen.shape
+    if rows:
+        launch(
+            _choose, (rows,), chosen, weight, chosen if live is None else live.view(torch.int8),
+            log2phy, copies, counts, slots, weights, places, active, log2phy.shape[1], place,
+            SPREAD=spread, LIVE=live is not None, BK=next_power(active, 2), num_warps=1,
+        )  # fmt: skip
+    return slots, weights, places
 
 
 def push(

@@ -68,7 +68,8 @@ def serve_experts(step: Pass, weights: MoeWeights, num_active: int) -> None:
     x = torch.empty(0, gate.shape[1], dtype=step.numerics.dtype, device=gate.device)
     chosen = torch.empty(0, num_active, dtype=torch.int64, device=gate.device)
     weight = torch.empty(0, num_active, device=gate.device)
-    _serve(step, weights, weights.ranks, weights.ranks.dispatch(x, chosen, weight))
+    pending, _ = weights.ranks.dispatch(x, chosen, weight)
+    _serve(step, weights, weights.ranks, pending)
 
 
 def _ranked(
@@ -78,15 +79,9 @@ def _ranked(
 
     Every choice's row comes back unsummed, and the sum is that of one process.
     """
-    if step.live is not None:  # padding is nobody's
-        chosen = chosen.masked_fill(~step.live.unsqueeze(1), -1)
-    chosen, order = chosen.sort(dim=1)  # terms come back in the order in which they add up
-    pending = ranks.dispatch(x, chosen, weight.gather(1, order))
+    pending, places = ranks.dispatch(x, chosen, weight, step.live)
     shared = _shared(step, weights, step.act_quantized(x, "act8"))
     terms = _serve(step, weights, ranks, pending)
-    places = torch.arange(chosen.numel(), device=x.device).view(chosen.shape)
-    if step.live is not None:
-        places = places.masked_fill(chosen < 0, -1)
     return combine(terms.flatten(0, 1), places, shared)
 
 
