@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from deepinfer.engine.request import SamplingParams
 from deepinfer.llm import LLM
 
@@ -37,6 +39,7 @@ def run(config: dict[str, Any]) -> tuple[list[tuple[int, ...]], list[dict[str, A
     return found, moved
 
 
+@pytest.mark.slow
 def test_tokens_stay_while_experts_move() -> None:
     alone, _ = run(BASE)
     together, (first, second) = run({**BASE, **MOVING})

@@ -236,7 +236,7 @@ def test_the_command_runs_a_cluster_and_a_study(
     assert main(["sim", "study", "nothing"]) == 2
     out = tmp_path / "study.jsonl"
     few = [f"--set={pair}" for pair in ("counted_layers=1", "gpus=8", "expert=8", "copies=0",
-                                        "steps=8", "warmup=4", "window=4",
+                                        "steps=6", "warmup=3", "window=4",
                                         "policy=none")]  # fmt: skip
     plot = ["--plot", str(tmp_path / "study.png")] if find_spec("matplotlib") else []
     assert main(["sim", "study", "skew", "--seeds=2", "--out", str(out), *plot, *few]) == 0
