@@ -294,7 +294,9 @@ def spelled(name: str, lines: Sequence[Line]) -> str:
             cells = []
             for point in line.points:
                 mean, half = interval(point.values[key])
-                width = f"{half:.2g}" if math.isfinite(half) else "?"
+                width = "?"
+                if math.isfinite(half):
+                    width = f"{half:,.0f}" if half >= 10 else f"{half:.2g}"
                 cells.append(f"{_number(mean)} ± {width}".rjust(18))
             out.append(f"  {line.label:<28}" + "".join(cells))
     return "\n".join(out)
