@@ -168,6 +168,29 @@ def test_bytes_follow_maps_and_all_ranks_change_at_one_step(spare: int) -> None:
     assert balancedness(ranks[0].balancer.placements[0], loads) > before + 0.1
 
 
+def test_prefill_alone_is_planned_for_as_well() -> None:
+    """Its counts stay apart from those of decode steps."""
+    wires = Wires(RANKS)
+    ranks = [Rank(wires, place, window=8, interval=30, horizon=100_000) for place in range(RANKS)]
+
+    def drive(rank: Rank) -> None:
+        rng = np.random.default_rng(rank.balancer._control.place)
+        for step in range(40):
+            rank.balancer.between(step % 8 == 7)
+            rank.check()
+            shares = np.full(EXPERTS, 1 / EXPERTS) if step % 8 == 6 else skewed(0)
+            for layer in rank.layers:
+                layer.experts.counts += torch.from_numpy(rng.multinomial(900, shares))
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(drive, ranks))
+    balancer = ranks[0].balancer
+    assert balancer.num_moves > 10 and balancer._recorded[False] > 4 * balancer._recorded[True] > 0
+    loads = np.random.default_rng(9).multinomial(800, skewed(0), (8, LAYERS))
+    before = balancedness(initial_placement(LAYERS, EXPERTS, RANKS, EXTRA), loads)
+    assert balancedness(balancer.placements[0], loads) > before + 0.1
+
+
 def test_nothing_moves_where_it_does_not_pay() -> None:
     even = np.full(EXPERTS, 1 / EXPERTS)
     placed = initial_placement(LAYERS, EXPERTS, RANKS, EXTRA).digest
@@ -216,5 +239,5 @@ def test_a_process_of_its_own_plans_the_same() -> None:
     work = [(initial_placement(1, EXPERTS, RANKS, EXTRA), window)]
     here, there = (plan_all(work, 1000, 1, small) for small in (10_000, 0))
     assert here[0].stages and here == there
-    with pytest.raises(DeepInferError, match="planning where experts go failed: .*spare memory"):
+    with pytest.raises(DeepInferError, match=r"planning where experts go failed: .*spare memory"):
         plan_all(work, 1000, 0, 0)

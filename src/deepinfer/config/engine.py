@@ -337,13 +337,13 @@ class ParallelConfig(_Group):
     )
     balance_interval: int = field(
         default=2000,
-        metadata=_about("decode steps between two plans of where experts are; 0 = they stay", 0),
+        metadata=_about("steps of a kind between two plans of where experts are; 0 = they stay", 0),
     )
     balance_window: int = field(
-        default=128, metadata=_about("decode steps that such a plan is made from", 4, 4096)
+        default=128, metadata=_about("steps that such a plan is made from", 4, 4096)
     )
     balance_horizon: int = field(
-        default=2000, metadata=_about("decode steps within which moving experts must pay", 1)
+        default=2000, metadata=_about("steps within which moving experts must pay", 1)
     )
     balance_spare: int = field(
         default=1, metadata=_about("experts that a rank has spare memory for while they move", 1)

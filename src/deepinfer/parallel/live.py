@@ -4,7 +4,7 @@ Everything happens between two steps, on the thread that runs them, and at the s
 rank of an expert group: steps are counted, and whatever can take longer on one rank (a plan) is
 waited for by asking all. So maps change on all ranks at once, and a step sees one placement.
 
-    collect   a row of loads for every decode step; after `interval` of them all ranks add theirs up
+    collect   a row of loads for every step; after `interval` of a kind all ranks add theirs up
     plan      aside, the same on every rank; ranks compare what came out before anything moves
     move      stage by stage: weights travel into spare memory while a step runs, and at the next
               step every rank copies them into their slots and installs the maps
@@ -64,12 +64,13 @@ class _Balanced:
         slots = int(first.maps.phy2log.shape[0])
         extra = slots - self.num_experts
         self.placement = initial_placement(len(layers), self.num_experts, num_ranks, extra)
-        # One table for all layers, which steps add to, and a ring of the last steps.
+        # One table for all layers, which steps add to, and rings of the last decode steps and the
+        # last prefill steps: their loads differ.
         table = first.counts.new_zeros(len(layers), self.num_experts)
         for row, layer in zip(table, layers, strict=True):
             layer.experts.counts = row
         self.table = table
-        self.ring = table.new_zeros(window, *table.shape)
+        self.rings = {kind: table.new_zeros(window, *table.shape) for kind in (True, False)}
 
     def install(self, stage: Stage) -> None:
         """Change the maps of a stage's layers, in place."""
@@ -85,8 +86,9 @@ class LiveBalancer:
     """One rank's part of moving experts. `between` is called before every step that ranks take
     together, on all of them.
 
-    window    decode steps that a plan is made from
-    interval  decode steps between two plans; the first comes after a window
+    window    steps that a plan is made from: of decode or of prefill, which differ
+    interval  steps of either kind between two plans; the first comes after a window. The kind that
+              has that many first is planned for
     horizon   steps within which moves must pay
     spare     experts for which a rank keeps spare memory
     control   ranks of the expert group, on the host; data  the same, where weights are
@@ -112,8 +114,8 @@ class LiveBalancer:
             size = int(layer.experts.counts.shape[0]), int(maps.phy2log.shape[0])
             by_size.setdefault((*size, layer.experts.drafts), []).append(layer)
         self._groups = [_Balanced(part, control.size, window) for part in by_size.values()]
-        self._counted = 0  # decode steps since the last plan
-        self._recorded = 0
+        self._counted = {True: 0, False: 0}  # decode and prefill steps since the last plan
+        self._recorded = {True: 0, False: 0}
         self._steps = 0
         self._thread: threading.Thread | None = None
         self._plans: list[Moves] | None = None
@@ -154,30 +156,33 @@ class LiveBalancer:
         elif self._thread is not None:
             if self._steps % _ASK_STEPS == 0:
                 self._ask()
-        elif self._counted >= (self._interval if self.num_plans else self._window):
-            self._start_planning()
+        else:
+            wanted = self._interval if self.num_plans else self._window
+            for kind in (True, False):
+                if self._counted[kind] >= wanted and self._thread is None:
+                    self._start_planning(kind)
 
     def _record(self, was_decode: bool) -> None:
-        """Keep the counts of the step before, or drop them."""
+        """Keep the counts of the step before."""
+        if self._steps == 1:
+            return  # there was none
         for group in self._groups:
-            if was_decode:
-                group.ring[self._recorded % self._window].copy_(group.table)
+            group.rings[was_decode][self._recorded[was_decode] % self._window].copy_(group.table)
             group.table.zero_()
-        if was_decode:
-            self._recorded += 1
-            self._counted += 1
+        self._recorded[was_decode] += 1
+        self._counted[was_decode] += 1
 
-    def _start_planning(self) -> None:
-        """Add the counts of all ranks up, and plan aside."""
-        self._counted = 0
+    def _start_planning(self, kind: bool) -> None:
+        """Add the counts of all ranks up, of decode steps or of prefill steps, and plan aside."""
+        self._counted = {True: 0, False: 0}
         self.num_plans += 1
         work: list[tuple[Placement, LoadWindow]] = []
         for group in self._groups:
-            rings = group.ring.cpu()
+            rings = group.rings[kind].cpu()
             self._control.all_reduce(rings)
             window = LoadWindow(self._window, len(group.layers), group.num_experts)
             loads: NDArray[np.int64] = rings.numpy()
-            oldest = self._recorded % self._window
+            oldest = self._recorded[kind] % self._window
             for step in range(self._window):
                 window.add(loads[(oldest + step) % self._window])
             work.append((group.placement, window))
