@@ -21,7 +21,12 @@ namespace {
 constexpr int HEADS = 64, DIM = 512, TILE = 64;
 constexpr int DECODERS = 8, SCORERS = 4, ADDERS = 8;  // warps
 constexpr int THREADS = 32 * (DECODERS + SCORERS + ADDERS);
-constexpr int DECODE_REGISTERS = 40, SCORE_REGISTERS = 64, ADD_REGISTERS = 168;
+// Registers by role, of 96 on average; a share of a row needs more where it ends.
+template <int SHARES>
+constexpr int DECODE_REGISTERS = SHARES == 1 ? 48 : 40;
+constexpr int SCORE_REGISTERS = 64;
+template <int SHARES>
+constexpr int ADD_REGISTERS = SHARES == 1 ? 160 : 168;
 constexpr int MAIN_BYTES = 288, WINDOW_BYTES = 528;
 constexpr int STEPS = TILE / 2 / DECODERS;  // of a decoder in a tile, two keys a step
 constexpr int SLOT = 2 * MAIN_BYTES, SLOTS = STEPS;  // raw ring of a decoder: a tile of main entries,
@@ -517,7 +522,7 @@ DEVICE void walk(const CUtensorMap* map, const Params& p, uint32_t smem) {
     }
     __syncthreads();
     if (warp < DECODERS) {
-        registers_down<DECODE_REGISTERS>();
+        registers_down<DECODE_REGISTERS<SHARES>>();
         decode<SHARES>(p, smem, warp, lane);
     } else if (warp < DECODERS + SCORERS) {
         registers_down<SCORE_REGISTERS>();
@@ -525,7 +530,7 @@ DEVICE void walk(const CUtensorMap* map, const Params& p, uint32_t smem) {
         __syncwarp();
         score<SHARES>(p, map, smem, warp - DECODERS, lane);
     } else {
-        registers_up<ADD_REGISTERS>();
+        registers_up<ADD_REGISTERS<SHARES>>();
         const int place = warp - DECODERS - SCORERS;
         add<SHARES>(p, smem, place / 4, place % 4, lane);
     }
