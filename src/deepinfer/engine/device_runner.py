@@ -272,7 +272,9 @@ class DeviceRunner(Runner):
         self._tabled.pop(slot, None)
 
     def _count(self, plan: StepPlan, result: StepResult) -> None:
-        """Take over the lengths that a step which was waited for left."""
+        """Take over the lengths that a step which was waited for left; other ranks' need none."""
+        if self._follows:
+            return
         for row, outcome in zip((r for r in plan.rows if r.reports), result.rows, strict=True):
             self._lengths[row.slot] += len(outcome.token_ids)
 
