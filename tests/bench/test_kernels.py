@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,24 @@ def test_a_worker_that_hangs_or_dies_costs_its_member_alone(
     assert found["swiglu", "reference"] == found["hyper_collapse", "reference"] == ""
     assert found["swiglu", "cpu"] == "took more than 1 s"
     assert found["hyper_collapse", "cpu"] == "the process ended"
+
+
+def test_what_takes_long_to_compile_comes_first_once() -> None:
+    members = list_members("real", "sm90", "attention decode|top-512")
+    made = [replace(m, built=m.op if m.name == "triton" else "") for m in members]
+    order = kernels._compile_order(made)
+    assert sorted(m.key for m in order) == sorted(m.key for m in made)
+    sources = {m.built for m in made if m.built}
+    assert {m.built for m in order[: len(sources)]} == sources
+    assert all(
+        m.built for m in order[len(order) - len([m for m in made if m.built]) + len(sources) :]
+    )
+
+
+def test_one_ops_implementation_can_be_left_out() -> None:
+    whole = list_members("small", "cpu", "swiglu|select_topk")
+    part = list_members("small", "cpu", "swiglu|select_topk", skip=["swiglu/cpu"])
+    assert {(m.op, m.name) for m in whole} - {(m.op, m.name) for m in part} == {("swiglu", "cpu")}
 
 
 def test_sums_take_whole_layers_only() -> None:

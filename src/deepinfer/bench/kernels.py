@@ -194,7 +194,7 @@ def _warm(
 ) -> tuple[dict[str, dict[str, Any]], _Worker]:
     """Run every member once, shared out among workers; returns what each said, and a worker."""
     told: dict[str, dict[str, Any]] = {}
-    todo = deque(members)
+    todo = deque(_compile_order(members))
     left: list[_Worker] = []
 
     def serve() -> None:
@@ -219,6 +219,23 @@ def _warm(
     for worker in left[1:]:
         worker.close()
     return told, left[0]
+
+
+def _compile_order(members: Sequence[Member]) -> list[Member]:
+    """Put one member of each source that takes long to compile first, the others of it last."""
+    seen: set[str] = set()
+    first: list[Member] = []
+    middle: list[Member] = []
+    last: list[Member] = []
+    for member in members:
+        if not member.built:
+            middle.append(member)
+        elif member.built in seen:
+            last.append(member)
+        else:
+            seen.add(member.built)
+            first.append(member)
+    return first + middle + last
 
 
 class _Worker:

@@ -63,6 +63,7 @@ class Member:
     op    "" for a peer
     math  the tensor cores' format that bounds it
     note  in what it differs from the op, "" = nothing
+    built module of a kernel that is compiled for half a minute at its first use, "" = none
     """
 
     task: str
@@ -75,6 +76,7 @@ class Member:
     invariant: bool = False
     tolerance: float | None = None
     note: str = ""
+    built: str = ""
 
     @property
     def key(self) -> str:
@@ -87,7 +89,7 @@ def list_members(
 ) -> list[Member]:
     """Return what can be timed on an architecture; `only` is searched in op, task and case.
 
-    skip  names of implementations to leave out
+    skip  implementations to leave out: "name", or "op/name" of one op
     """
     found: list[Member] = []
     seen: set[str] = set()
@@ -102,7 +104,7 @@ def list_members(
             found += [
                 _member(case, rows, line)
                 for line in TABLE[case.op]
-                if _runs(line, arch) and line.name not in skip
+                if _runs(line, arch) and not {line.name, f"{case.op}/{line.name}"} & {*skip}
             ]
     if peers:
         from deepinfer.bench.peers import list_peers
@@ -151,6 +153,7 @@ def _member(case: Case, rows: int, line: Implementation) -> Member:
         math="fp8" if re.search(r"fp8|w4a8", line.name) else "bf16",
         invariant=line.invariant,
         tolerance=case.tolerance,
+        built=line.module if line.needs == "nvcc" else "",
     )
 
 
