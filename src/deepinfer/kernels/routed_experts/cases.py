@@ -65,5 +65,5 @@ def _offsets(owner: Tensor, experts: int) -> Tensor:
 CASES: Final = (
     _case("small", 8, 32, 64),
     _case("no limit, strict", 4, 32, 32, torch.float32, 0.0),
-    _case("real", 48, 2304, 5120, timed=(192, 768, 1152, 2304)),
+    _case("real", 48, 2304, 5120, timed=(192, 384, 768, 1152, 2304, 24576)),
 )
