@@ -22,6 +22,9 @@ from deepinfer.errors import DeepInferError
 __all__ = ["DONE", "Group", "GroupBroken", "Waitable"]
 
 
+_WATCHDOG: Final = 10
+
+
 class GroupBroken(DeepInferError):
     """A collective did not come to its end: a member is gone, or too late."""
 
@@ -102,8 +105,9 @@ class Group:
             if device is None or device.type == "cpu":
                 backend: Any = dist.ProcessGroupGloo(own, place, size, timeout)
             else:
+                # Its own watchdog takes the whole process down: ours has to be first.
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
+                options._timeout = _WATCHDOG * timeout
                 backend = dist.ProcessGroupNCCL(own, place, size, options)
         except RuntimeError as error:
             raise GroupBroken(f"{name}: {str(error).splitlines()[0]}") from error

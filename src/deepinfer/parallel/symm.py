@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from deepinfer.errors import UnsupportedError
-from deepinfer.kernels.grouping import group as group_choices
 from deepinfer.parallel.comm import Group, GroupBroken
 from deepinfer.parallel.experts import Received, RowShape
 
@@ -26,6 +25,7 @@ __all__ = ["IpcMemory", "PeerMemory", "Symmetric", "SymmetricMemory", "room", "s
 
 _log = logging.getLogger(__name__)
 _LOOKS_A_SECOND: Final = 1_000_000  # at a flag, about
+_MOST_SLOTS: Final = 1024  # of a rank in a layer
 _ALIGN: Final = 256
 _HEAD: Final = 16  # a row's header is a multiple of so many bytes
 
@@ -195,6 +195,7 @@ class Symmetric:
         self._row_epoch = torch.ones(1, dtype=torch.int64, device=device)
         self._return_epoch = torch.ones(1, dtype=torch.int64, device=device)
         self._counts = torch.zeros(size, dtype=torch.int64, device=device)
+        self._tally = torch.zeros(_MOST_SLOTS, dtype=torch.int32, device=device)
         self._told = torch.zeros(size, dtype=torch.int64, device=device)
         # In host memory, where the kernels write it and a look at it waits for nothing.
         self.error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -216,6 +217,7 @@ class Symmetric:
         from deepinfer.kernels.expert_exchange import triton as kernels
 
         assert slots.shape[1] <= self._active and x.shape[0] <= self.most_rows, x.shape
+        assert num_local <= _MOST_SLOTS, num_local
         first = self._place * self._capacity
         if x.shape[0]:
             kernels.push(
@@ -235,14 +237,13 @@ class Symmetric:
             self._flags(layout.row_flags), self._row_epoch, self._counts, self.error, self._limit
         )
         rows = self._memory.local
-        chosen, weights = kernels.header(
-            rows, self._counts, self.most_rows, self._capacity, layout.row_bytes, active,
-            self._place * pushed.num_local,
+        chosen, groups = kernels.sort_choices(
+            rows, self._counts, self._tally, self.most_rows, self._capacity, layout.row_bytes,
+            active, self._place * pushed.num_local, pushed.num_local,
         )  # fmt: skip
-        groups = group_choices(chosen, weights, pushed.num_local)
         values = kernels.decode(
-            rows, chosen, pushed.num_local, self.most_rows, self._capacity, layout.row_bytes,
-            self._columns, self._dtype, self._quantize,
+            rows, chosen, self.most_rows, self._capacity, layout.row_bytes, self._columns,
+            self._dtype, self._quantize,
         )  # fmt: skip
         pushed.place = groups.place
         return Received(values, groups.rows, groups.weights, groups.offsets)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels.grouping import Groups
 from deepinfer.kernels.tiles import (
     act8_scale,
     ceil_div,
@@ -39,7 +40,6 @@ __all__ = [
     "choose_slots",
     "decode",
     "give_back",
-    "header",
     "push",
     "raise_flags",
 ]
@@ -148,10 +148,12 @@ def _await(flags, epoch, counts, error, LIMIT: tl.constexpr, SIZE: tl.constexpr)
 
 @triton.jit
 def _header(
-    rows, counts, chosen, weights, most, capacity, row_bytes, K, first_slot,
-    BK: tl.constexpr,
+    rows, counts, chosen, weights, turns, tally, most, capacity, row_bytes, K, first_slot,
+    num_local, BK: tl.constexpr,
 ):  # fmt: skip
-    """Slots of this rank, counted from its first, and weights; -1 where a row is nobody's."""
+    """Slots of this rank, counted from its first, and weights; -1 for what is not this rank's. Each
+    choice takes a number among those of its slot.
+    """
     row = tl.program_id(0).to(tl.int64)
     source, place = row // most, row % most
     choice = tl.arange(0, BK)
@@ -160,21 +162,50 @@ def _header(
     here = place < tl.load(counts + source)
     slot = tl.load(head.to(tl.pointer_type(tl.int32)) + choice, own & here, -1)
     weight = tl.load(head.to(tl.pointer_type(tl.float32)) + K + choice, own & here, 0.0)
-    local = tl.where(slot < 0, -1, slot - first_slot)
-    tl.store(chosen + row * K + choice, local.to(tl.int64), own)
+    local = slot - first_slot
+    mine = (slot >= 0) & (local >= 0) & (local < num_local)
+    turn = tl.atomic_add(tally + tl.where(mine, local, 0), choice * 0 + 1, mine)
+    tl.store(chosen + row * K + choice, tl.where(mine, local, -1), own)
     tl.store(weights + row * K + choice, weight, own)
+    tl.store(turns + row * K + choice, turn, own)
+
+
+@triton.jit
+def _add_up(tally, offsets, N, BN: tl.constexpr):
+    """Where each slot's run begins; the tally is zero again for the next call."""
+    slot = tl.arange(0, BN)
+    count = tl.load(tally + slot, slot < N, 0)
+    tl.store(offsets + 1 + slot, tl.cumsum(count, 0).to(tl.int64), slot < N)
+    tl.store(offsets + slot, (count * 0).to(tl.int64), slot < 1)
+    tl.store(tally + slot, count * 0, slot < N)
+
+
+@triton.jit
+def _scatter(
+    chosen, weights, turns, offsets, rows, sorted_weights, place, K, BK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    choice = tl.arange(0, BK)
+    own = choice < K
+    slot = tl.load(chosen + row * K + choice, own, -1)
+    mine = slot >= 0
+    at = tl.load(offsets + tl.where(mine, slot, 0), mine, 0)
+    at += tl.load(turns + row * K + choice, mine, 0)
+    tl.store(rows + at, (choice * 0).to(tl.int64) + row, mine)
+    tl.store(sorted_weights + at, tl.load(weights + row * K + choice, mine, 0.0), mine)
+    tl.store(place + row * K + choice, tl.where(mine, at, -1), own)
 
 
 @triton.jit
 def _decode(
-    rows, chosen, num_local, out, most, capacity, row_bytes, C, K,
+    rows, chosen, out, most, capacity, row_bytes, C, K,
     QUANTIZE: tl.constexpr, HEAD: tl.constexpr, BK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (received row, tile) reads the row's values if it is for this rank."""
     row = tl.program_id(0).to(tl.int64)
     choice = tl.arange(0, BK)
     slot = tl.load(chosen + row * K + choice, choice < K, -1)
-    if tl.sum(((slot >= 0) & (slot < num_local)).to(tl.int32), 0) > 0:
+    if tl.sum((slot >= 0).to(tl.int32), 0) > 0:
         base = rows + ((row // most) * capacity + row % most) * row_bytes + HEAD
         column = tl.program_id(1) * TILE + tl.arange(0, TILE)
         held = column < C
@@ -270,36 +301,50 @@ def await_flags(flags: Tensor, epoch: Tensor, counts: Tensor, error: Tensor, lim
            num_warps=1)  # fmt: skip
 
 
-def header(
-    rows: Tensor, counts: Tensor, most: int, capacity: int, row_bytes: int, active: int,
-    first_slot: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return this rank's slots [N * most, k] int64, counted from its first and -1 elsewhere, and
-    weights fp32, of received rows (uint8, [N, capacity, row_bytes]).
+def sort_choices(
+    rows: Tensor, counts: Tensor, tally: Tensor, most: int, capacity: int, row_bytes: int,
+    active: int, first_slot: int, num_local: int,
+) -> tuple[Tensor, Groups]:  # fmt: skip
+    """Sort the choices of received rows (uint8, [N, capacity, row_bytes]) by this rank's slots.
+
+    counts  [N] int64, rows of each source; tally [>= num_local] int32, zeros, and zeros again
+    Returns slots [N * most, k] int32, counted from this rank's first and -1 elsewhere, and groups
+    of all choices. Those of one slot have no fixed order: a row's result does not depend on it.
     """
-    total = counts.shape[0] * most
-    chosen = torch.empty(total, active, dtype=torch.int64, device=rows.device)
-    weights = torch.empty(total, active, dtype=torch.float32, device=rows.device)
+    total, device = counts.shape[0] * most, rows.device
+    chosen = torch.empty(total, active, dtype=torch.int32, device=device)
+    weights = torch.empty(total, active, dtype=torch.float32, device=device)
+    turns = torch.empty_like(chosen)
+    width = next_power(active, 2)
     launch(
-        _header, (total,), rows, counts, chosen, weights, most, capacity, row_bytes, active,
-        first_slot, BK=next_power(active, 2), num_warps=1,
+        _header, (total,), rows, counts, chosen, weights, turns, tally, most, capacity, row_bytes,
+        active, first_slot, num_local, BK=width, num_warps=1,
     )  # fmt: skip
-    return chosen, weights
+    offsets = torch.empty(num_local + 1, dtype=torch.int64, device=device)
+    launch(_add_up, (1,), tally, offsets, num_local, BN=next_power(num_local, 2))
+    found = torch.zeros(total * active, dtype=torch.int64, device=device)  # each is read as a row
+    sorted_weights = torch.empty(total * active, dtype=torch.float32, device=device)
+    place = torch.empty(total, active, dtype=torch.int64, device=device)
+    launch(
+        _scatter, (total,), chosen, weights, turns, offsets, found, sorted_weights, place, active,
+        BK=width, num_warps=1,
+    )  # fmt: skip
+    return chosen, Groups(found, sorted_weights, place, offsets)
 
 
 def decode(
-    rows: Tensor, chosen: Tensor, num_local: int, most: int, capacity: int, row_bytes: int,
-    columns: int, dtype: torch.dtype, quantize: bool,
+    rows: Tensor, chosen: Tensor, most: int, capacity: int, row_bytes: int, columns: int,
+    dtype: torch.dtype, quantize: bool,
 ) -> Tensor:  # fmt: skip
     """Return the values [N * most, C] of received rows, as `round_trip` would have them.
 
-    chosen  [N * most, k] local slots: rows without any of 0..num_local-1 are left as they are
+    chosen  [N * most, k] int32 slots: rows without any are left as they are
     """
     total, active = chosen.shape
     out = torch.empty(total, columns, dtype=dtype, device=rows.device)
     into = out if quantize else out.view(torch.int64)
     launch(
-        _decode, (total, ceil_div(into.shape[1], _TILE)), rows, chosen, num_local, into, most,
+        _decode, (total, ceil_div(into.shape[1], _TILE)), rows, chosen, into, most,
         capacity, row_bytes, into.shape[1], active, QUANTIZE=quantize, HEAD=head_bytes(active),
         BK=next_power(active, 2), TILE=_TILE,
     )  # fmt: skip
