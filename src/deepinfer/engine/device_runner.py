@@ -251,7 +251,7 @@ class DeviceRunner(Runner):
                 self.graphs.run(key, lambda: self._whole(key, ()))
 
     def _must_wait(self, plan: StepPlan) -> bool:
-        if self._batches.share is not None:
+        if self._batches.share is not None and plan.kind is StepKind.PREFILL:
             return True
         if plan.together is not None and not self.model.flows:
             return True
