@@ -31,7 +31,7 @@ inline void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint3
   host::warp_wait();
 }
 
-inline void meet() { host::wait(host::block().named[1], host::running - 32); }
+inline void meet() { host::wait(host::block().named[1], host::running - 96); }
 inline void load_matrix(uint32_t (&a)[4], const unsigned char* rows, int column) {
   const int lane = host::thread() % 32, stride = 1024 * 2 + 16;
   for (int i = 0; i < 4; ++i) {
@@ -42,6 +42,10 @@ inline void load_matrix(uint32_t (&a)[4], const unsigned char* rows, int column)
 inline uint4 load_once(const uint16_t* p) { return *reinterpret_cast<const uint4*>(p); }
 inline void count_in(uint32_t* counter) { ++*counter; ++host::progress; }
 inline void wait_for(const uint32_t* counter, uint32_t least) {
+  while (*counter < least) host::leave();
+}
+inline void add_local(uint32_t* counter) { ++*counter; ++host::progress; }
+inline void wait_local(const uint32_t* counter, uint32_t least) {
   while (*counter < least) host::leave();
 }
 inline void count_out(uint32_t* counter, uint32_t last) {

@@ -7,8 +7,9 @@
 // with the projection on tensor cores. Streams are exact there, the projection is a sum of two bf16,
 // prepared once. Blocks of a group exchange sums through memory: they publish, count themselves in,
 // and come back to a tile two tiles later, when the others are through with it, to write their slice
-// of the normed input. A 17th warp makes the coefficients of one token of the tile. All blocks must
-// run at the same time: no more than the card has multiprocessors are launched.
+// of the normed input. Three more warps keep these waits away from the 16: one counts in, one waits
+// for the others and makes the norm's factors, one makes the coefficients of one token of a tile.
+// All blocks must run at the same time: no more than the card has multiprocessors are launched.
 //
 // All sums over channels have one fixed order: a token's bits depend on nothing but the token.
 
@@ -28,7 +29,7 @@ using u16 = uint16_t;
 using u32 = uint32_t;
 constexpr u32 kFull = 0xFFFFFFFFu;
 constexpr int kStreams = 4, kWidth = 5120, kOut = 24, kSlices = 20, kSlice = kWidth / kSlices;
-constexpr int kTokens = 16, kWarps = 16, kWorkers = 32 * kWarps, kThreads = kWorkers + 32;
+constexpr int kTokens = 16, kWarps = 16, kWorkers = 32 * kWarps, kThreads = kWorkers + 96;
 constexpr int kDepth = kStreams * kSlice;              // of the product in a slice
 constexpr int kSteps = kDepth / 16, kOwnSteps = kSteps / kWarps;
 constexpr int kWeights = kDepth * kOut * 2 * 2;        // bytes of a slice of the projection
@@ -113,6 +114,17 @@ __device__ inline void wait_for(const u32* counter, u32 least) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
   } while (seen < least);
 }
+// Counters of a block's warps in shared memory: what is written before an add is seen after a wait.
+__device__ inline void add_local(u32* counter) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(address(counter)) : "memory");
+}
+__device__ inline void wait_local(const u32* counter, u32 least) {
+  u32 seen;
+  do {
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(address(counter))
+                 : "memory");
+  } while (seen < least);
+}
 // Also counts out: the last of all to leave sets the counter back.
 __device__ inline void count_out(u32* counter, u32 last) {
   if (atomicAdd(counter, 1u) == last - 1) atomicExch(counter, 0u);
@@ -148,8 +160,8 @@ struct Four {
   }
 };
 
-// Coefficients of a token from its 24 projections and the sum of squares; all lanes do the same.
-__device__ inline void coefficients(const Site& p, const float* sums, int row, int lane) {
+// Coefficients of a token from its 24 projections and the sum of squares.
+__device__ inline void coefficients(const Site& p, const float* sums, int row) {
   const float norm = inverse_root(sums[kOut] / static_cast<float>(kStreams * kWidth) + p.norm_eps);
   float k[4][4];
 #pragma unroll
@@ -158,8 +170,8 @@ __device__ inline void coefficients(const Site& p, const float* sums, int row, i
     const float b = sums[4 + i] * norm * p.scale[1] + p.base[4 + i];
     const float pre = inverse(1.f + exponential(-a)) + p.hc_eps;
     const float post = 2.f * inverse(1.f + exponential(-b));
-    if (lane == i) p.new_pre[row * 4 + i] = pre;
-    if (lane == i) p.new_post[row * 4 + i] = post;
+    p.new_pre[row * 4 + i] = pre;
+    p.new_post[row * 4 + i] = post;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       k[i][j] = sums[8 + 4 * i + j] * norm * p.scale[2] + p.base[8 + 4 * i + j];
@@ -193,13 +205,13 @@ __device__ inline void coefficients(const Site& p, const float* sums, int row, i
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if (lane == 4 * i + j) p.new_comb[row * 16 + lane] = r[i] * k[i][j] * s[j];
+      p.new_comb[row * 16 + 4 * i + j] = r[i] * k[i][j] * s[j];
     }
   }
 }
 
 constexpr int kShared = kWeights + kTokens * kRow + (kLag + 1) * kInputs + kWarps * kCells * 4 +
-                        kWarps * 24 * 4 + 32 * 4 + 16;
+                        kWarps * 24 * 4 + 32 * (kOut + 1) * 4 + (kLag + 1) * kTokens * 4 + 32;
 
 __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   SHARED(memory);
@@ -208,35 +220,71 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   unsigned char* inputs = rows + kTokens * kRow;
   float* partial = reinterpret_cast<float*>(inputs + (kLag + 1) * kInputs);
   float* coefs = partial + kWarps * kCells;
-  float* totals = coefs + kWarps * 24;
-  uint64_t* barrier = reinterpret_cast<uint64_t*>(totals + 32);
+  float* totals = coefs + kWarps * 24;              // of up to 32 tiles' tokens
+  float* factors = totals + 32 * (kOut + 1);
+  uint64_t* barrier = reinterpret_cast<uint64_t*>(factors + (kLag + 1) * kTokens);
+  u32* published = reinterpret_cast<u32*>(barrier + 1);  // warps, times tiles
+  u32* finished = published + 1;                         // tiles whose factors are there
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int slice = blockIdx.x % kSlices, group = blockIdx.x / kSlices;
   const int num_tiles = (p.tiles - group + p.groups - 1) / p.groups;
   auto tile_of = [&](int i) { return group + i * p.groups; };
+  if (tid == 0) *published = 0, *finished = 0;
+  __syncthreads();
 
-  if (warp == kWarps) {  // coefficients of token number `slice` of each tile
-    if (slice >= kTokens) return;
+  if (warp == kWarps) {
     for (int i = 0; i < num_tiles; ++i) {
-      const int tile = tile_of(i), row = tile * kTokens + slice;
+      if (lane == 0) {
+        wait_local(published, kWarps * (i + 1));
+        count_in(p.counters + tile_of(i));
+      }
+    }
+    return;
+  }
+  if (warp == kWarps + 1) {
+    for (int i = 0; i < num_tiles; ++i) {
+      const int tile = tile_of(i);
       if (lane == 0) wait_for(p.counters + tile, kSlices);
       __syncwarp();
-      if (row < p.num_rows) {
+      if (lane < kTokens) {
+        const float* from = p.squares + (static_cast<int64_t>(tile) * kSlices * kTokens + lane) * 2 + 1;
+        float sum = 0.f;
+#pragma unroll
+        for (int s = 0; s < kSlices; ++s) sum += fresh(from + s * kTokens * 2);
+        factors[i % (kLag + 1) * kTokens + lane] =
+            inverse_root(sum / static_cast<float>(kWidth) + p.norm_eps);
+      }
+      __syncwarp();
+      if (lane == 0) {
+        add_local(finished);
+        count_out(p.counters + tile, kLeaving);
+      }
+    }
+    return;
+  }
+  if (warp == kWarps + 2) {  // of token number `slice` of each tile
+    if (slice >= kTokens) return;
+    for (int i = 0; i < num_tiles; ++i) {
+      const int tile = tile_of(i);
+      if (lane == 0) wait_for(p.counters + tile, kSlices);
+      __syncwarp();
+      if (lane <= kOut) {
         const int64_t first = static_cast<int64_t>(tile) * kSlices;
         const float* from = lane < kOut ? p.sums + (first * kTokens + slice) * kOut + lane
                                         : p.squares + (first * kTokens + slice) * 2;
         const int step = lane < kOut ? kCells : kTokens * 2;
-        if (lane <= kOut) {
-          float sum = 0.f;
+        float sum = 0.f;
 #pragma unroll
-          for (int s = 0; s < kSlices; ++s) sum += fresh(from + s * step);
-          totals[lane] = sum;
-        }
-        __syncwarp();
-        coefficients(p, totals, row, lane);
+        for (int s = 0; s < kSlices; ++s) sum += fresh(from + s * step);
+        totals[i % 32 * (kOut + 1) + lane] = sum;
       }
       __syncwarp();
       if (lane == 0) count_out(p.counters + tile, kLeaving);
+      if (i % 32 == 31 || i + 1 == num_tiles) {  // a lane for each tile
+        const int row = tile_of(i / 32 * 32 + lane) * kTokens + slice;
+        if (lane <= i % 32 && row < p.num_rows) coefficients(p, totals + lane * (kOut + 1), row);
+        __syncwarp();
+      }
     }
     return;
   }
@@ -344,20 +392,14 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
         for (int w = 0; w < kWarps; ++w) sum += partial[w * kCells + tid];
         p.sums[cell * kOut + tid] = sum;
       }
-    }
-    if (i >= kLag && tid == kWorkers - 1) wait_for(p.counters + tile_of(i - kLag), kSlices);
-    meet();
-    if (tid == 0) {
-      if (i < num_tiles) count_in(p.counters + tile_of(i));
-      if (i > kLag) count_out(p.counters + tile_of(i - kLag - 1), kLeaving);
+      __syncwarp();
+      if (lane == 0) add_local(published);
     }
     if (i >= kLag) {
-      const int tile = tile_of(i - kLag), row = tile * kTokens + warp;
-      const int64_t cell = static_cast<int64_t>(tile) * kSlices * kTokens + warp;
-      float sum = lane < kSlices ? fresh(p.squares + (cell + lane * kTokens) * 2 + 1) : 0.f;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(kFull, sum, d);
-      const float f = inverse_root(sum / static_cast<float>(kWidth) + p.norm_eps);
+      const int row = tile_of(i - kLag) * kTokens + warp;
+      if (lane == 0) wait_local(finished, i - kLag + 1);
+      __syncwarp();
+      const float f = factors[(i - kLag) % (kLag + 1) * kTokens + warp];
       const unsigned char* slot = inputs + (i - kLag) % (kLag + 1) * kInputs;
       uint4 x = *reinterpret_cast<const uint4*>(slot + (warp * kSlice + lane * 8) * 2);
       const uint4 w = *reinterpret_cast<const uint4*>(p.norm_weight + channel);
@@ -371,8 +413,6 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       }
     }
   }
-  meet();
-  if (tid == 0) count_out(p.counters + tile_of(num_tiles - 1), kLeaving);
 }
 
 }  // namespace
