@@ -10,6 +10,7 @@ Source: parallelism specification, 3.1 and 3.5.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -42,6 +43,8 @@ __all__ = [
     "Wire",
     "make_exchange",
 ]
+
+_log = logging.getLogger(__name__)
 
 SPREAD: Final = 23333  # a row's copy of an expert: neighbouring rows take different ones
 _ALIGN: Final = 16  # bytes of a wire row
@@ -549,11 +552,17 @@ def make_exchange(
 ) -> ExpertExchange:
     """Return a back end by its name in `parallel.backend`; every rank of the group calls it.
 
+    name                  auto is symm where it can run, on GPUs of one host, and else exact
     shape, store, device  for those with buffers of their own
     timeout_s             how long kernels wait for another rank
     Raises ConfigError for other names and UnsupportedError where a back end cannot run.
     """
     on_card = device is not None and device.type == "cuda"
+    if name == "auto" and on_card and shape is not None and store is not None:
+        try:
+            return make_exchange("symm", group, quantize, factor, shape, store, device, timeout_s)
+        except UnsupportedError as error:
+            _log.info("%s", error)
     if name in ("auto", "exact"):
         return Exact(group, quantize)
     if name == "fixed":

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import pickle
+import socket
 from base64 import b64decode, b64encode
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol
 from uuid import uuid4
 
@@ -104,12 +106,23 @@ class IpcMemory:
 def _peer_memory(num_bytes: int, group: Group, store: Store, device: torch.device) -> PeerMemory:
     """Return memory that all ranks of a group can write.
 
-    Raises UnsupportedError when there is no way.
+    Raises UnsupportedError, on all ranks, when there is no way.
     """
-    others = [d for d in range(torch.cuda.device_count()) if d != device.index]
-    if not all(torch.cuda.can_device_access_peer(device.index or 0, d) for d in others):
-        raise UnsupportedError("symm: the GPUs of this host cannot write to each other's memory")
+
+    def somewhere(wrong: bool) -> bool:
+        flag = torch.tensor([wrong], dtype=torch.int32, device=device)
+        return bool(group.all_reduce(flag, largest=True))
+
     own = PrefixStore(f"peers {group.members[0]}", store)
+    own.set(f"host/{group.place}", _host())
+    hosts = {own.get(f"host/{place}") for place in range(group.size)}
+    others = [d for d in range(torch.cuda.device_count()) if d != device.index]
+    reaches = all(torch.cuda.can_device_access_peer(device.index or 0, d) for d in others)
+    if somewhere(len(hosts) > 1 or not reaches):
+        raise UnsupportedError(
+            "symm: the ranks that share experts are not GPUs of one host that can write to each "
+            "other's memory; take exact or fixed"
+        )
     problems = []
     for kind in (SymmetricMemory, IpcMemory):
         found: PeerMemory | None = None
@@ -117,11 +130,16 @@ def _peer_memory(num_bytes: int, group: Group, store: Store, device: torch.devic
             found = kind(num_bytes, group.place, group.size, own, device)
         except (RuntimeError, TypeError, AttributeError, ImportError) as error:
             problems.append(f"{kind.__name__}: {str(error).splitlines()[0]}")
-        failed = torch.tensor([found is None], dtype=torch.int32, device=device)
-        if not int(group.all_reduce(failed, largest=True)) and found is not None:
+        if not somewhere(found is None) and found is not None:
             _log.info("experts travel through %s", kind.__name__)
             return found
     raise UnsupportedError("symm: no memory that all GPUs of the host reach", problems)
+
+
+def _host() -> str:
+    """Return what tells hosts apart."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 @dataclass(frozen=True, slots=True)
