@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepinfer.config.engine import NumericsConfig
 from deepinfer.config.load import load_model_config
 from deepinfer.errors import ConfigError
 from deepinfer.model.fast.random import random_model, shallow
@@ -24,6 +25,22 @@ def test_a_slice_of_the_experts_runs_with_drafts_at_any_depth(golden_checkpoint)
     assert session.draft(5)[0].shape == (config.dspark_block_size + 1,)
     again = Session(random_model(config, "cpu", (2, 4), with_drafts=True), 60)
     assert torch.equal(again.prefill(list(range(3, 50))), logits)
+
+
+@pytest.mark.parametrize("mode", ["official", "noq"])
+def test_drafts_in_the_rings_are_those_beside_them(golden_checkpoint, mode: str) -> None:
+    """On a card a draft block's own entries go through the rings, where later steps never look."""
+    numerics = NumericsConfig(mode=mode)
+    model = random_model(
+        load_model_config(golden_checkpoint), "cpu", with_drafts=True, numerics=numerics
+    )
+    for length in (3, 140):
+        found = []
+        for model.draft.paged in (False, True):
+            session = Session(model, 180)
+            session.prefill([(7 * i) % 280 + 3 for i in range(length)])
+            found.append((*session.draft(7), session.decode(9)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_the_released_model_can_be_cut(real_config_file) -> None:

@@ -99,6 +99,11 @@ _PACKED: Final = (
     "weights packed as tensor instructions read them; their K shared where rows are few"
 )
 _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
+    "dense_linear": (
+        Implementation(
+            "cublas", "linear.cublas", ("sm90",), False, "the head through cuBLAS", needs="triton"
+        ),
+    ),
     "fp8_linear": (_hopper("linear.sm90", _PACKED, invariant=False),),
     "grouped_linear": (_hopper("linear.sm90", _PACKED, invariant=False),),
     "expert_linear": (

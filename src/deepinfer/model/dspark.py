@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepinfer.cache.tensors import Caches
 from deepinfer.config import ModelConfig
+from deepinfer.kernels.cache_io import PagedCache
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.rope.tables import window_inv_freq
@@ -64,6 +65,7 @@ class DraftModel:
         self.markov_head = loader.dense(f"{last}.markov_head.head.weight")
         self.confidence = loader.dense(f"{last}.confidence_head.proj.weight")
         self._inv_freq = window_inv_freq(config).to(loader.device)
+        self.paged = loader.device.type != "cpu"
         fused = ops.choices["hyper_site"].name != "reference"
         self._sites = [sites_of(block, numerics.dtype) for block in self.blocks if fused]
 
@@ -117,11 +119,15 @@ class DraftModel:
             live = (slots > 0).repeat_interleave(size)
         step = Pass(config, ops, self.numerics, {False: rotation}, None, live=live)
         load, index = self._slots(caches, slots, last)
+        pages = self._pages(caches, slots, last, load, index)
         opened = Open(stream, pre)
         for i, block in enumerate(self.blocks):
             cache = caches.windows[config.num_hidden_layers + i]
-            context = ops.cache_load(cache, load)
-            attend = _Attend(step, block.attention, context, index)
+            attend: Callable[[Tensor], Tensor]
+            if pages is not None:
+                attend = _AttendPages(step, block.attention, cache, *pages)
+            else:
+                attend = _Attend(step, block.attention, ops.cache_load(cache, load), index)
             active = config.dspark_num_experts_per_tok
             if self._sites:
                 opened = run_open(step, block, self._sites[i], opened, attend, active)
@@ -163,6 +169,26 @@ class DraftModel:
         index = torch.where(columns < held + size, index, -1)
         return load.flatten(), index.repeat_interleave(size, dim=0)
 
+    def _pages(
+        self, caches: Caches, slots: Tensor, last: Tensor, load: Tensor, index: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the ring entries of the block's rows [S*B] and what they see [S*B, W+B] in the
+        rings, in the order of `index`; None unless `paged`, and where a ring does not hold both.
+
+        The block's own entries lie behind the last position, where the next step stores others.
+        """
+        window, size = self.config.sliding_window, self.config.dspark_block_size
+        length = caches.layout.ring_length
+        if not self.paged or length < window + size:
+            return None
+        ahead = last[:, None] + 1 + torch.arange(size, device=slots.device)
+        own = (slots[:, None] * length + ahead % length).flatten()
+        every = torch.cat([load, own])
+        seen = torch.where(index >= 0, every[index.clamp(min=0)], -1)
+        # Rows of slot 0 are padding and may lie anywhere: they store nothing.
+        live = (slots > 0).repeat_interleave(size)
+        return torch.where(live, own, -1), seen
+
     def _choose(
         self, first: Tensor, hidden: Tensor, base: Tensor, count: int, choose: Choose | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,6 +207,39 @@ class DraftModel:
             none = base.new_empty(num, 0)
             return first.unsqueeze(1), none, base.new_empty(num, 0, base.shape[2])
         return torch.stack(tokens, 1), torch.stack(confidences, 1), torch.stack(logits, 1)
+
+
+class _AttendPages:
+    """Attention of a draft block with its own rows in the rings, too."""
+
+    def __init__(
+        self,
+        step: Pass,
+        weights: AttentionWeights,
+        cache: PagedCache,
+        own: Tensor,
+        seen: Tensor,
+    ) -> None:
+        self._step, self._weights = step, weights
+        self._cache, self._own, self._seen = cache, own, seen
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Attend x [S*B, C]."""
+        step, weights = self._step, self._weights
+        rotation = step.rotation[False]
+        _, q, kv = project(step, weights, x, rotation)
+        step.ops.cache_store(self._cache, kv, self._own)
+        out = step.ops.paged_attention(
+            q,
+            self._cache,
+            self._seen,
+            None,
+            None,
+            weights.attn_sink,
+            step.config.head_dim**-0.5,
+            step.numerics.quantize,
+        )
+        return project_output(step, weights, out, rotation)
 
 
 class _Attend:
