@@ -100,7 +100,8 @@ DEVICE void decode_window(uint2 codes, uint32_t scale, uint32_t (&out)[4]) {
 
 // A tile of 128-byte rows in groups of 8; `lead` and `stride` are the descriptor's two offsets in bytes.
 DEVICE uint2 describe(uint32_t at, uint32_t lead, uint32_t stride) {
-    return make_uint2((lead >> 4) << 16 | at >> 4, 1u << 30 | stride >> 4);
+    // Without the bits that name a block of a cluster.
+    return make_uint2((lead >> 4) << 16 | (at & 0x3FFFF) >> 4, 1u << 30 | stride >> 4);
 }
 
 DEVICE uint2 further(uint2 tile, uint32_t bytes) {
