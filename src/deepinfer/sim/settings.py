@@ -15,7 +15,7 @@ from deepinfer.errors import ConfigError, UnsupportedError
 
 __all__ = ["Settings", "load_settings", "parse_setting"]
 
-Fabric = Literal["node", "domain"]
+Fabric = Literal["node", "domain", "pair"]
 Draw = Literal["auto", "exact", "normal"]
 Policy = Literal["none", "totals", "steps"]
 Verify = Literal["none", "fixed", "rank", "group"]
@@ -49,7 +49,7 @@ class Settings:
     fabric: Fabric = field(
         default="node",
         metadata=_about(
-            "node: links reach 8 ranks, beyond them a network; domain: links reach all"
+            "node: links reach 8 ranks, beyond them a network; domain: all; pair: two, as measured"
         ),
     )
     overlap: float = field(
