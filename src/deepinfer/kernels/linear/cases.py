@@ -95,6 +95,7 @@ CASES: Final = (
     _fp8("ragged rows", 72, 160),
     _fp8("input as it is", 64, 64, quantize=False),
     _fp8("strict", 96, 128, torch.float32, quantize=False),
+    _fp8("long inputs", 64, 1088),
     _fp8("real wq_a and wkv", 1792, 5120, copied=False, large=True),
     _fp8("real wq_b", 32768, 1280, copied=False, large=True),
     _fp8("real wo_b", 5120, 8192, copied=False, large=True),
