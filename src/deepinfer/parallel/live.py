@@ -164,11 +164,14 @@ class LiveBalancer:
 
     def _record(self, was_decode: bool) -> None:
         """Keep the counts of the step before."""
-        if self._steps == 1:
-            return  # there was none
+        is_step = self._steps > 1  # before the first one only rehearsals have counted
         for group in self._groups:
-            group.rings[was_decode][self._recorded[was_decode] % self._window].copy_(group.table)
+            if is_step:
+                at = self._recorded[was_decode] % self._window
+                group.rings[was_decode][at].copy_(group.table)
             group.table.zero_()
+        if not is_step:
+            return
         self._recorded[was_decode] += 1
         self._counted[was_decode] += 1
 
