@@ -11,10 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import cache_dir
 from deepinfer.engine.drafting import Drafter, confidence_temperatures
+from deepinfer.engine.graphs import Played
 from deepinfer.engine.runner import Runner
 from deepinfer.engine.speculation import (
     CostCurve,
@@ -24,7 +26,7 @@ from deepinfer.engine.speculation import (
     save_curve,
 )
 from deepinfer.engine.state import SlotState
-from deepinfer.model.fast.inputs import SequenceRows, build_inputs
+from deepinfer.model.fast.inputs import ModelInputs, SequenceRows, build_inputs
 from deepinfer.model.fast.model import FastModel
 from deepinfer.sampling.sampler import Sampler
 
@@ -97,6 +99,7 @@ def _curve(
         "numerics": asdict(config.numerics),
         "sizes": sizes,
         "num_drafts": drafter.num_drafts,
+        "recorded": runner.records,
     }
     max_age_s = config.speculation.cost_cache_seconds
     name = hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=8).hexdigest()
@@ -126,8 +129,9 @@ def _measure(
     model = runner.model
     assert isinstance(model, FastModel)
 
-    def run_rows(size: int) -> None:
-        model.begin(size)
+    laid_out: dict[int, ModelInputs] = {}
+
+    def lay_out(size: int) -> tuple[ModelInputs, list[int]]:
         num = min(size, most_sequences)
         rows = []
         for idx in range(num):
@@ -135,17 +139,35 @@ def _measure(
             table = [1 + idx % max(1, num_blocks - 1)] * (1 + count // layout.tokens_per_block)
             rows.append(SequenceRows(1 + idx, start, [7] * count, [*table, *table]))
         inputs = build_inputs(rows, True, layout, runner.device)
+        return inputs, [1 + idx for idx in range(num) for _ in rows[idx].token_ids]
+
+    def run_rows(size: int) -> None:
+        model.begin(size)
+        inputs, slots = lay_out(size)
         every = torch.arange(size, device=runner.device)
         logits = model.forward(inputs, caches, every)
-        slots = [1 + idx for idx in range(num) for _ in rows[idx].token_ids]
         runner.sampler.sample(logits, slots, [start] * size).token_ids.tolist()
+
+    def step(size: int) -> None:
+        if size not in laid_out:
+            laid_out[size] = lay_out(size)[0]
+        every = torch.arange(size, device=runner.device)
+        model.forward(laid_out[size], caches, every).argmax(dim=-1)
+
+    def draft(size: int) -> Tensor:
+        slots = torch.arange(1, 1 + size, device=runner.device)
+        return drafter.model.propose(
+            caches, slots, slots * 0 + start, slots * 0 + 7, None, drafter.num_drafts
+        )[0]
 
     def run_drafts(size: int) -> None:
         model.begin(size * model.config.dspark_block_size)
-        slots = torch.arange(1, 1 + size, device=runner.device)
-        drafter.model.propose(
-            caches, slots, slots * 0 + start, slots * 0 + 7, None, drafter.num_drafts
-        )[0].tolist()
+        draft(size).tolist()
+
+    run_step: Callable[[int], None] = run_rows
+    run_draft: Callable[[int], None] = run_drafts
+    if runner.records and model.ranks is None:
+        run_step, run_draft = Played(step), Played(draft)
 
     begin = time.perf_counter()
     rows: list[int] = []
@@ -153,11 +175,11 @@ def _measure(
     draft_sizes: list[int] = []
     draft_seconds: list[float] = []
     for size in sizes:
-        part = measure_curve(run_rows, lambda _: None, [size], [1], repeats=_REPEATS)
+        part = measure_curve(run_step, lambda _: None, [size], [1], repeats=_REPEATS)
         rows.append(size)
         seconds.append(part.seconds[0])
         if size <= most_sequences:
-            part = measure_curve(lambda _: None, run_drafts, [1], [size], repeats=_REPEATS)
+            part = measure_curve(lambda _: None, run_draft, [1], [size], repeats=_REPEATS)
             draft_sizes.append(size)
             draft_seconds.append(part.draft_seconds[0])
         if largest(time.perf_counter() - begin) > _SECONDS and len(rows) > 1:

@@ -202,6 +202,11 @@ class DeviceRunner(Runner):
         self._endings = state.endings
         self._explaining = threading.Lock()
 
+    @property
+    def records(self) -> bool:
+        """Whether decode steps are played from recordings."""
+        return self.graphs.enabled
+
     # ---- the device's queue
 
     def launch(self, plan: StepPlan, masks: Callable[[], Masks | None]) -> Callable[[], StepResult]:

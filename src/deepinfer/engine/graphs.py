@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["GraphCache", "StepKey", "bound_bucket", "draft_bucket", "row_bucket"]
+__all__ = ["GraphCache", "Played", "StepKey", "bound_bucket", "draft_bucket", "row_bucket"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +63,49 @@ def bound_bucket(tokens: int, least: int, most: int) -> int:
     while bound < tokens:
         bound *= 4
     return min(bound, most)
+
+
+class Played:
+    """Runs work of a size as recorded steps run, and waits: to time it.
+
+    A size's first run is as it is, its second records, later ones play. What cannot be recorded
+    runs as it is.
+    """
+
+    def __init__(self, work: Callable[[int], object]) -> None:
+        self._work = work
+        self._seen: set[int] = set()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._records = True
+
+    def __call__(self, size: int) -> None:
+        """Run, and wait for the card."""
+        if size in self._seen and size not in self._graphs and self._records:
+            self._record(size)
+        self._seen.add(size)
+        if size in self._graphs:
+            self._graphs[size].replay()
+        else:
+            self._work(size)
+        torch.cuda.synchronize()
+
+    def _record(self, size: int) -> None:
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._work(size)
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            _log.warning("step times are measured without CUDA graphs: %s", error)
+            self._records = False
+            return
+        current.wait_stream(stream)
+        self._graphs[size] = graph
 
 
 class GraphCache(Generic[T]):

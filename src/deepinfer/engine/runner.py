@@ -125,6 +125,11 @@ class Runner:
         self._find_bad_weight = find_bad_weight
         self._bad_weight: tuple[str | None] | None = None
 
+    @property
+    def records(self) -> bool:
+        """Whether decode steps are played from recordings."""
+        return False
+
     def share_prefill(self, share: ContextShare) -> None:
         """Share prefill steps with other ranks. All run the same plans and keep the same caches;
         the first of them draws.
