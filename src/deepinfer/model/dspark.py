@@ -130,7 +130,7 @@ class DraftModel:
                 attend = _Attend(step, block.attention, ops.cache_load(cache, load), index)
             active = config.dspark_num_experts_per_tok
             if self._sites:
-                opened = run_open(step, block, self._sites[i], opened, attend, active)
+                opened, _ = run_open(step, block, self._sites[i], opened, attend, active)
             else:
                 opened = Open(*run_block(step, block, opened.stream, opened.pre, attend, active))
         opened = opened.close(ops)

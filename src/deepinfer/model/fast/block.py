@@ -105,17 +105,17 @@ def run_open(
     before: Open,
     attend: Callable[[Tensor], Tensor],
     num_active: int,
-) -> Open:
+) -> tuple[Open, Tensor]:
     """As `run_block`, with one op where a sublayer ends and the next begins.
 
-    What the block's experts return stays open, for the next block or `Open.close`. Nothing is
-    traced.
+    What the block's experts return stays open, for the next block or `Open.close`; beside it comes
+    the stream that the block began with. Nothing is traced.
     """
     x, attn = begin(step, sites.attn, before)
     out = attend(x)
     x, ffn = begin(step, sites.ffn, Open(attn.stream, attn.pre, out, attn.post, attn.comb))
     out = moe(step, block.moe, x, num_active)
-    return Open(ffn.stream, ffn.pre, out, ffn.post, ffn.comb)
+    return Open(ffn.stream, ffn.pre, out, ffn.post, ffn.comb), attn.stream
 
 
 def begin(step: Pass, weights: SiteWeights, before: Open) -> tuple[Tensor, Open]:

@@ -184,7 +184,7 @@ class FastModel:
             tapped = layer.layer_id in config.dspark_target_layer_ids
             tapped = tapped and (self.draft is not None or step.trace is not None)
             if opened is not None:
-                if enters or tapped or layer.engram_idx is not None:
+                if enters or layer.engram_idx is not None:
                     opened = opened.close(ops)
                 stream, pre = opened.stream, opened.pre
             if inputs.replay is not None and layer.layer_id == config.first_decoder_layer:
@@ -203,9 +203,8 @@ class FastModel:
                 if few is not None:
                     few.put(stream)
                 step.note("engram_out", stream)
-            if tapped:
-                tap = sum_in_order(stream.float(), 1) / config.hc_mult
-                taps.append(tap.to(stream.dtype))
+            if tapped and opened is None:
+                taps.append(self._tap(stream))
             if few is not None:
                 few.run(step, layer, block, self._few_block(layer.layer_id))
                 stream = few.streams()
@@ -215,7 +214,10 @@ class FastModel:
                 if opened.out is None:  # what was closed may have changed since
                     opened = Open(stream, pre)
                 sites = self._sites[layer.layer_id]
-                opened = run_open(step, block, sites, opened, attend, config.num_experts_per_tok)
+                active = config.num_experts_per_tok
+                opened, began = run_open(step, block, sites, opened, attend, active)
+                if tapped:
+                    taps.append(self._tap(began))
                 continue
             stream, pre = run_block(step, block, stream, pre, attend, config.num_experts_per_tok)
         if few is not None:
@@ -243,6 +245,11 @@ class FastModel:
                 return self._no_logits(stream)
         hidden = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
         return ops.dense_linear(hidden, self.head, torch.float32)
+
+    def _tap(self, stream: Tensor) -> Tensor:
+        """Return what drafts are made from, of a stream [T, M, C]: its mean [T, C]."""
+        mean = sum_in_order(stream.float(), 1) / self.config.hc_mult
+        return mean.to(stream.dtype)
 
     def begin(self, most_rows: int) -> None:
         """Say how many rows the fullest rank has in what follows."""
