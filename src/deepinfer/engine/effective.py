@@ -66,6 +66,13 @@ def effective_config(
         values["numerics.output_projection"] = "bf16" if exact else "fp8"
     if numerics.index_scores == "auto":
         values["numerics.index_scores"] = "reference" if on_cpu else "final"
+    shards = config.parallel.engram > 1
+    if config.parallel.engram_rows == "auto" and (on_cpu or shards):
+        values["parallel.engram_rows"] = "shards" if shards else "device"
+    if on_cpu and config.parallel.backend == "auto":
+        values["parallel.backend"] = "exact"
+    if on_cpu and config.scheduling.cuda_graphs == "auto":
+        values["scheduling.cuda_graphs"] = "off"
     if config.grammar.threads == "auto":
         values["grammar.threads"] = cores
     if not config.speculation.confidence_temperatures and config.speculation.num_drafts:
