@@ -188,6 +188,9 @@ class LLM:
                 print(completion.text)
     """
 
+    _member: Membership | None = None
+    _balancer: LiveBalancer | None = None
+
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -197,8 +200,6 @@ class LLM:
         _started: Started | None = None,
     ) -> None:
         self._loop: EngineLoop | None = None
-        self._member: Membership | None = None
-        self._balancer: LiveBalancer | None = None
         if isinstance(config, EngineConfig):
             self.config = config
         elif not isinstance(config, Mapping | None):
