@@ -29,4 +29,4 @@ def dense_linear(x: Tensor, weight: DenseWeight, out: torch.dtype) -> Tensor:
 @cache
 def _widens() -> bool:
     """Whether this torch multiplies bf16 into fp32."""
-    return "dtype" in torch.ops.aten.mm.overloads()
+    return "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
