@@ -44,7 +44,7 @@ def _case(
         build=build,
         rows=(0, 1, 2, 3, 4),
         row_flops=2 * streams * dim * (streams + 2 + width),
-        tolerance=1e-5,
+        tolerance=3e-5,  # a stream may round the other way, and the mix is made from it
         large=bool(timed),
         timed=timed,
     )
