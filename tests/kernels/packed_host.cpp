@@ -73,29 +73,14 @@ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64) {
   host::barrier(bar).bytes -= bytes;
   host::barrier(bar).settle();
 }
-struct Map {
-  const unsigned char* x;
-  long width, rows, row_bytes;
-};
-inline void copy_box(u32 target, const Map& map, int column, int row, u32 bar) {
-  for (int i = 0; i < 32; ++i)
-    for (int piece = 0; piece < 8; ++piece) {
-      unsigned char* to = host::at(target) + i * 128 + ((piece ^ (i & 7)) << 4);
-      const long at = column + piece * 16;
-      if (row + i < map.rows && at < map.width)
-        std::memcpy(to, map.x + (row + i) * map.row_bytes + at, 16);
-      else
-        std::memset(to, 0, 16);
-    }
-  host::barrier(bar).bytes -= 4096;
-  host::barrier(bar).settle();
-}
 inline u64 read_once() { return 0; }
 inline void copy16(u32 target, const void* source) {
   if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16) std::abort();
   std::memcpy(host::at(target), source, 16);
 }
-inline void copies_arrive(u32 bar) { barrier_arrive(bar); }
+inline void copies_commit() {}
+template <int N>
+void copies_wait() {}
 inline void group_fence() {}
 inline void group_commit() {}
 inline void group_wait() {}
@@ -192,15 +177,13 @@ namespace {
 
 template <class K>
 int run_blocks(const Args& a, int blocks, int cluster) {
-  const Map map = {a.x, long(a.inputs) * (K::FP8 ? 1 : 2) * (K::IS_DENSE ? a.experts : 1), a.rows,
-                   a.x_row_bytes};
   host::cluster = cluster;
   host::held_barriers.clear();
   host::gates.clear();
   host::launch(
       blocks, K::THREADS, K::SHARED,
       [&] {
-        K::run(a, map);
+        K::run(a);
         if (cluster == 1) return;
         cluster_barrier();
         K::finish(a);

@@ -30,7 +30,7 @@ struct Args {
   const long long* offsets;     // [E + 1] first row of each expert
   unsigned short* out;          // [R, N] bf16
   int experts, outputs, inputs, x_row_bytes;
-  // rows: of x. Dense products: every "expert" (a group of the matrix's rows) takes the same `rows` rows, its
+  // Dense products: every "expert" (a group of the matrix's rows) takes the same `rows` rows, its
   // part of x begins x_part_bytes after the last one's, its part of a result row `outputs` after it.
   int rows, x_part_bytes, out_row;
 };
@@ -41,15 +41,13 @@ struct Args {
 // STAGES stages of BLOCKS 64-wide K blocks. PROMOTE: e4m3 partial sums of 128 inputs leave the tensor
 // unit, whose accumulator keeps fewer bits than fp32. DENSE: `rows` instead of offsets; the blocks of
 // a cluster share K and add up in the order of their ranks; PER_SM of them fit a multiprocessor.
-// BOXES: tokens are rows of x side by side, and the copy engine brings them, BOX rows at a time.
 template <int FORMAT, int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, bool PROMOTE,
-          bool DENSE = false, int PER_SM = 1, bool BOXES = false>
+          bool DENSE = false, int PER_SM = 1>
 struct Kernel {
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
   static constexpr int RESIDENT = PER_SM;
   static constexpr bool IS_DENSE = DENSE;
-  static constexpr int BOX = BOXES ? 32 : 0;
   static_assert(PARTS == 4 || PARTS == 2, "half or all of a packed run of 256 rows");
   static_assert(!DENSE || FORMAT != FP4_AS_FP8, "dense tokens have no scale");
   static constexpr bool FP8 = FORMAT == FP4_AS_FP8;
@@ -137,9 +135,8 @@ struct Kernel {
     return a.weight + blocks * BLOCK;
   }
 
-  static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy,
-                               int more) {
-    barrier_expect(bar, WEIGHT_BYTES + more);
+  static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy) {
+    barrier_expect(bar, WEIGHT_BYTES);
     if constexpr (PARTS == 4) {
       bulk_copy(target, w + size_t(step) * WEIGHT_BYTES, WEIGHT_BYTES, bar, policy);
     } else {
@@ -149,58 +146,60 @@ struct Kernel {
     }
   }
 
-  // One thread streams weights, as far ahead as there are free stages, ... (and tokens, as BOXES)
-  static __device__ void produce_weights(const Args& a, const Map& map, const int* first, int total,
-                                         u32 tokens, u32 weights, u32 full, u32 empty) {
-    const int size = cluster_size(), start = blockIdx.x / size, stride = gridDim.x / size;
+  static __device__ void produce(const Args& a, const int* first, int total, u32 tokens, u32 weights,
+                                 u32 full, u32 empty) {
+    const int t = threadIdx.x & 127, piece = t & 7, size = cluster_size();
     const int begin = share_of(a, cluster_rank()), end = share_of(a, cluster_rank() + 1);
-    const bool chosen = (threadIdx.x & 31) == 0;
     const u64 policy = read_once();
-    if constexpr (DENSE && BOXES) previous_kernel_wait();
-    Ring ring;
+    const int start = blockIdx.x / size, stride = gridDim.x / size;
+    int ahead = 0;  // stages whose weights were asked for before the kernel before this one ended
+    if constexpr (DENSE) {
+      ahead = start < total ? min(STAGES, end - begin) : 0;
+      if (t == 0 && ahead) {
+        const unsigned char* w = weights_of(a, dense_place(a, start));
+        for (int i = 0; i < ahead; ++i)
+          fetch(w, begin + i, weights + i * WEIGHT_BYTES, full + 8 * i, policy);
+      }
+      previous_kernel_wait();
+    }
+    // Tokens are complete, and told so, LAG stages later: so long their copies may take.
+    constexpr int LAG = STAGES > 4 ? 2 : 1;
+    static_assert(STAGES >= LAG + 3, "the consumers hold two stages");
+    int pending = 0;
+    Ring ring, told;
     for (int tile = start; tile < total; tile += stride) {
       const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
-      if (!chosen) continue;
       const unsigned char* w = weights_of(a, p);
+      const unsigned char* x = a.x + (DENSE ? size_t(p.expert) * a.x_part_bytes : 0);
       for (int step = begin; step < end; ++step) {
         barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
         const u32 bar = full + 8 * ring.stage;
-        const int boxes = BOXES ? (p.rows + 31) / 32 : 0;
-        fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy, boxes * (ATOMS * 4096));
-        for (int box = 0; box < boxes; ++box)
-#pragma unroll
-          for (int atom = 0; atom < ATOMS; ++atom)
-            copy_box(tokens + ring.stage * TOKEN_BYTES + atom * (TOKENS * 128) + box * 4096, map,
-                     (DENSE ? p.expert * a.x_part_bytes : 0) + (step * ATOMS + atom) * 128,
-                     p.row + box * 32, bar);
-        ring.next();
-      }
-    }
-  }
-
-  // ... the other three warps copy tokens, which the kernel before this one may have written.
-  static __device__ void produce_tokens(const Args& a, const int* first, int total, u32 tokens,
-                                        u32 full, u32 empty) {
-    const int t = threadIdx.x - 32, piece = t & 7, size = cluster_size();
-    const int begin = share_of(a, cluster_rank()), end = share_of(a, cluster_rank() + 1);
-    if constexpr (DENSE) previous_kernel_wait();
-    Ring ring;
-    for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
-      const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
-      const unsigned char* x = a.x + (DENSE ? size_t(p.expert) * a.x_part_bytes : 0) + piece * 16;
-      for (int step = begin; step < end; ++step) {
-        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        if (--ahead < 0 && t == 0) fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy);
         const u32 to = tokens + ring.stage * TOKEN_BYTES;
-        for (int row = t >> 3; row < p.rows; row += 12) {
-          const unsigned char* from = x + row_of(a, p.row + row) * a.x_row_bytes + step * (ATOMS * 128);
+        for (int row = t >> 3; row < p.rows; row += 16) {
+          const int r = p.row + row;
+          const unsigned char* from =
+              x + row_of(a, r) * a.x_row_bytes + step * (ATOMS * 128) + piece * 16;
           const u32 at = to + row * 128 + ((piece ^ (row & 7)) << 4);
 #pragma unroll
           for (int atom = 0; atom < ATOMS; ++atom)
             copy16(at + atom * (TOKENS * 128), from + atom * 128);
         }
-        copies_arrive(full + 8 * ring.stage);
+        copies_commit();
         ring.next();
+        if (++pending > LAG) {
+          copies_wait<LAG>();
+          shared_to_products();
+          barrier_arrive(full + 8 * told.stage);
+          told.next();
+        }
       }
+    }
+    copies_wait<0>();
+    shared_to_products();
+    for (pending = min(pending, LAG); pending > 0; --pending) {
+      barrier_arrive(full + 8 * told.stage);
+      told.next();
     }
   }
 
@@ -279,7 +278,6 @@ struct Kernel {
 
   static __device__ Stage enter(Ring& ring, u32 tokens, u32 weights, u32 full, u32 empty) {
     barrier_wait(full + 8 * ring.stage, ring.parity);
-    if constexpr (!BOXES) shared_to_products();  // tokens, which come by ordinary copies
     const Stage s = {tokens + ring.stage * TOKEN_BYTES, weights + ring.stage * WEIGHT_BYTES,
                      empty + 8 * ring.stage};
     ring.next();
@@ -440,7 +438,7 @@ struct Kernel {
     return raw + ((1024 - (address(raw) & 1023)) & 1023);
   }
 
-  static __device__ void run(const Args& a, const Map& map) {
+  static __device__ void run(const Args& a) {
     unsigned char* tokens = ring_memory();
     unsigned char* weights = tokens + STAGES * TOKEN_BYTES;
     unsigned char* staging = weights + STAGES * WEIGHT_BYTES;
@@ -450,7 +448,7 @@ struct Kernel {
     if (threadIdx.x == 0) {
       *reinterpret_cast<u32*>(bars - 16) = PAIR_BYTES;
       for (int i = 0; i < STAGES; ++i) {
-        barrier_init(full + 8 * i, BOXES ? 1 : 1 + 96);
+        barrier_init(full + 8 * i, 129);
         barrier_init(empty + 8 * i, 4 * GROUPS);
       }
       barriers_ready();
@@ -478,10 +476,7 @@ struct Kernel {
                             : first[a.experts] * (a.outputs / HEIGHT);
     if (threadIdx.x < 128) {
       fewer_registers<PRODUCER_REGS>();
-      if (threadIdx.x < 32)
-        produce_weights(a, map, first, total, address(tokens), address(weights), full, empty);
-      else if (!BOXES)
-        produce_tokens(a, first, total, address(tokens), full, empty);
+      produce(a, first, total, address(tokens), address(weights), full, empty);
     } else {
       more_registers<CONSUMER_REGS>();
       Ring ring;
@@ -523,8 +518,8 @@ struct Kernel {
 #ifdef __CUDACC__
 
 template <class K>
-__global__ void __launch_bounds__(K::THREADS, K::RESIDENT) run_kernel(const __grid_constant__ Args a, const __grid_constant__ Map map) {
-  K::run(a, map);
+__global__ void __launch_bounds__(K::THREADS, K::RESIDENT) run_kernel(const __grid_constant__ Args a) {
+  K::run(a);
   if (K::IS_DENSE && cluster_blocks() > 1) {
     cluster_barrier();
     K::finish(a);
@@ -547,29 +542,6 @@ int clusters_held(long long cluster) {
   config.numAttrs = 1;
   int held = -1;
   return cudaOccupancyMaxActiveClusters(&held, run_kernel<K>, &config) == cudaSuccess ? held : -1;
-}
-
-// Rows of x in bytes, as boxes of 32 rows by 128 bytes, swizzled as the products read them.
-inline bool describe_tokens(Map& map, const Args& a, bool dense, bool fp8) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                              CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                              CUtensorMapFloatOOBfill);
-  static Encode encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                     &status);
-    return reinterpret_cast<Encode>(found);
-  }();
-  if (!encode || a.source) return false;
-  const cuuint64_t width = cuuint64_t(a.inputs) * (fp8 ? 1 : 2) * (dense ? a.experts : 1);
-  const cuuint64_t sizes[2] = {width, cuuint64_t(a.rows)}, strides[1] = {cuuint64_t(a.x_row_bytes)};
-  const cuuint32_t box[2] = {128, 32}, steps[2] = {1, 1};
-  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<unsigned char*>(a.x), sizes, strides,
-                box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <class K>
@@ -596,9 +568,7 @@ int launch(const Args& a, long long blocks, long long cluster, void* stream) {
     attribute[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     config.numAttrs = 2;
   }
-  Map map = {};
-  if (K::BOX && !describe_tokens(map, a, K::IS_DENSE, K::FP8)) return cudaErrorInvalidValue;
-  cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a, map);
+  cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a);
   return e != cudaSuccess ? e : cudaGetLastError();
 }
 

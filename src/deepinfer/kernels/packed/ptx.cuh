@@ -1,10 +1,6 @@
 // The instructions of SM90a that the packed products use, by their names. Tests put a host's in place.
 #pragma once
 
-#include <cuda.h>
-
-typedef CUtensorMap Map;
-
 #define SHARED(name) extern __shared__ unsigned char name[]
 
 __device__ inline u32 times(u32 a, u32 b) {
@@ -41,13 +37,6 @@ __device__ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 
       "[%0], [%1], %2, [%3], %4;" ::"r"(target), "l"(source), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
-__device__ inline void copy_box(u32 target, const Map& map, int column, int row, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
-      "l"(&map), "r"(column), "r"(row), "r"(bar)
-      : "memory");
-}
 __device__ inline u64 read_once() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -56,9 +45,10 @@ __device__ inline u64 read_once() {
 __device__ inline void copy16(u32 target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
-// The barrier hears of this thread once all its copies so far are there.
-__device__ inline void copies_arrive(u32 bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ inline void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 __device__ inline void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void group_commit() {

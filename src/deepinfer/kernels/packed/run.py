@@ -25,11 +25,8 @@ _SCHEDULES: Final = {
 
 _DENSE: Final = {
     "dense_32": (32, 32, 128, 2),
-    "dense_32_long": (32, 32, 128, 2),
     "dense_96": (1024, 96, 256, 1),
-    "dense_192": (1024, 192, 128, 1),
     "dense_128": (1 << 62, 128, 256, 1),
-    "dense_128_box": (1 << 62, 128, 256, 1),
 }
 """Dense schedules: most rows, rows and outputs of a tile, programs of a multiprocessor."""
 
@@ -76,7 +73,7 @@ def multiply(
         nvcc.load(SOURCE), name, x.device,
         x, token_scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        x.shape[0], 0, weight.outputs, _programs(x.device) * (2 if name.endswith("_pair") else 1), 1,
+        0, 0, weight.outputs, _programs(x.device), 1,
     )  # fmt: skip
     return out
 
