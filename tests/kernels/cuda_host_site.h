@@ -31,6 +31,12 @@ inline void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint3
   host::warp_wait();
 }
 
+inline void multiply(float (&acc)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                     uint32_t b0, uint32_t b1) {
+  const uint32_t a[4] = {a0, a1, a2, a3};
+  multiply(acc, a, b0, b1);
+}
+inline void meet(int name, int threads) { host::wait(host::block().named[name], threads); }
 inline void meet() { host::wait(host::block().named[1], host::running - 96); }
 inline void load_matrix(uint32_t (&a)[4], const unsigned char* rows, int column) {
   const int lane = host::thread() % 32, stride = 1024 * 2 + 16;

@@ -1,0 +1,454 @@
+// A hyper-connection site in one launch: streams take the last sublayer's output, give the next
+// sublayer its normed input, and the coefficients of the site after it. Four streams of 5120.
+//
+// Channels are cut into 20 slices of 256, tokens into tiles of 16. A block keeps its slice of the
+// projection in shared memory and goes through the tiles of its group: each of 16 warps updates the
+// streams of one token, whole 512-byte stretches at a time, then all multiply the rounded streams
+// with the projection on tensor cores. Streams are exact there, the projection is a sum of two bf16,
+// prepared once. Blocks of a group exchange sums through memory: they publish, count themselves in,
+// and come back to a tile two tiles later, when the others are through with it, to write their slice
+// of the normed input. Three more warps keep these waits away from the 16: one counts in, one waits
+// for the others and makes the norm's factors, one makes the coefficients of one token of a tile.
+// All blocks must run at the same time: no more than the card has multiprocessors are launched.
+//
+// All sums over channels have one fixed order: a token's bits depend on nothing but the token.
+
+#ifdef HOST_TWIN
+#include "cuda_host.h"
+#include "cuda_host_site.h"
+#else
+#include <cuda_runtime.h>
+#define SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#endif
+
+#include <cstdint>
+
+namespace {
+
+using u16 = uint16_t;
+using u32 = uint32_t;
+constexpr u32 kFull = 0xFFFFFFFFu;
+constexpr int kStreams = 4, kWidth = 5120, kOut = 24, kSlices = 20, kSlice = kWidth / kSlices;
+constexpr int kTokens = 16, kWarps = 16, kWorkers = 32 * kWarps, kThreads = kWorkers + 96;
+constexpr int kDepth = kStreams * kSlice;              // of the product in a slice
+constexpr int kSteps = kDepth / 16, kOwnSteps = kSteps / kWarps;
+constexpr int kWeights = kDepth * kOut * 2 * 2;        // bytes of a slice of the projection
+constexpr int kRow = kDepth * 2 + 16;                  // bytes of a token's streams, spread over banks
+constexpr int kLag = 2;                                // tiles between publishing and coming back
+constexpr int kInputs = kTokens * kSlice * 2;          // bytes of a tile's mixed input
+constexpr int kCells = kTokens * kOut;
+constexpr int kLeaving = 2 * kSlices + kTokens;        // counts of a tile until it is done with
+
+struct Site {
+  const u16 *h, *y, *norm_weight;      // [T, 4, C], [T, C], [C]
+  const float *post, *comb, *pre;      // [T, 4], [T, 4, 4], [T, 4]
+  const u16* fn;                       // [slice][step][3][lane][part][half][2]
+  const float *scale, *base;           // [3], [24]
+  u16 *streams, *x;                    // [T, 4, C], [T, C]
+  float *new_pre, *new_post, *new_comb;
+  float *sums, *squares;               // published: [tiles, slices, 16, 24], [.., 16, 2]
+  u32* counters;                       // [tiles], zero before and after
+  int num_rows, tiles, groups, iters;
+  float norm_eps, hc_eps;
+};
+
+#ifndef HOST_TWIN
+__device__ inline u32 address(const void* shared) {
+  return static_cast<u32>(__cvta_generic_to_shared(shared));
+}
+__device__ inline void barrier_begin(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(barrier)) : "memory");
+}
+__device__ inline void barriers_seen() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline void bulk_copy(void* to, const void* from, u32 bytes, uint64_t* barrier) {
+  const u32 at = address(barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+      "r"(address(to)), "l"(from), "r"(bytes), "r"(at) : "memory");
+}
+__device__ inline void barrier_wait(uint64_t* barrier, u32 phase) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(address(barrier)), "r"(phase) : "memory");
+  } while (!done);
+}
+__device__ inline void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kWorkers) : "memory"); }
+// a[16, 16] of a tile of rows, as an instruction takes it
+__device__ inline void load_matrix(u32 (&a)[4], const unsigned char* rows, int column) {
+  const int lane = threadIdx.x % 32;
+  const u32 at = address(rows + lane % 16 * kRow + (column + lane / 16 * 8) * 2);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+}
+__device__ inline uint4 load_once(const u16* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ inline u32 bf16_pair(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+// acc[16, 8] += a[16, 16] b[16, 8], bf16 pairs
+__device__ inline void multiply(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void count_in(u32* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ inline void wait_for(const u32* counter, u32 least) {
+  u32 seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < least);
+}
+// Counters of a block's warps in shared memory: what is written before an add is seen after a wait.
+__device__ inline void add_local(u32* counter) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(address(counter)) : "memory");
+}
+__device__ inline void wait_local(const u32* counter, u32 least) {
+  u32 seen;
+  do {
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(address(counter))
+                 : "memory");
+  } while (seen < least);
+}
+// Also counts out: the last of all to leave sets the counter back.
+__device__ inline void count_out(u32* counter, u32 last) {
+  if (atomicAdd(counter, 1u) == last - 1) atomicExch(counter, 0u);
+}
+__device__ inline float fresh(const float* p) { return __ldcg(p); }
+__device__ inline float inverse_root(float x) { return __fdiv_rn(1.f, __fsqrt_rn(x)); }
+__device__ inline float inverse(float x) { return __frcp_rn(x); }
+__device__ inline float fast_inverse(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ inline float exponential(float x) { return expf(x); }
+#endif
+
+__device__ inline float low_half(u32 w) { return __uint_as_float(w << 16); }
+__device__ inline float high_half(u32 w) { return __uint_as_float(w & 0xFFFF0000u); }
+__device__ inline u32 word(const uint4& v, int i) {
+  return i < 2 ? (i < 1 ? v.x : v.y) : (i < 3 ? v.z : v.w);
+}
+__device__ inline void set_word(uint4& v, int i, u32 w) {
+  if (i == 0) v.x = w;
+  if (i == 1) v.y = w;
+  if (i == 2) v.z = w;
+  if (i == 3) v.w = w;
+}
+
+struct Four {
+  float at[4];
+  __device__ void load(const float* p) {
+    const float4 v = *reinterpret_cast<const float4*>(p);
+    at[0] = v.x, at[1] = v.y, at[2] = v.z, at[3] = v.w;
+  }
+};
+
+// Coefficients of a token from its 24 projections and the sum of squares.
+__device__ inline void coefficients(const Site& p, const float* sums, int row) {
+  const float norm = inverse_root(sums[kOut] / static_cast<float>(kStreams * kWidth) + p.norm_eps);
+  float k[4][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float a = sums[i] * norm * p.scale[0] + p.base[i];
+    const float b = sums[4 + i] * norm * p.scale[1] + p.base[4 + i];
+    const float pre = inverse(1.f + exponential(-a)) + p.hc_eps;
+    const float post = 2.f * inverse(1.f + exponential(-b));
+    p.new_pre[row * 4 + i] = pre;
+    p.new_post[row * 4 + i] = post;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      k[i][j] = sums[8 + 4 * i + j] * norm * p.scale[2] + p.base[8 + 4 * i + j];
+    }
+    const float peak = fmaxf(fmaxf(k[i][0], k[i][1]), fmaxf(k[i][2], k[i][3]));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) k[i][j] = exponential(k[i][j] - peak);
+    const float sum = inverse(((k[i][0] + k[i][1]) + k[i][2]) + k[i][3]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) k[i][j] = k[i][j] * sum + p.hc_eps;
+  }
+  // The iterations only scale rows and columns: c_ij = r_i k_ij s_j.
+  float r[4] = {1.f, 1.f, 1.f, 1.f}, s[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    s[j] = fast_inverse(((k[0][j] + k[1][j]) + k[2][j]) + k[3][j] + p.hc_eps);
+  }
+  for (int turn = 1; turn < p.iters; ++turn) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float sum = (k[i][0] * s[0] + k[i][1] * s[1]) + (k[i][2] * s[2] + k[i][3] * s[3]);
+      r[i] *= fast_inverse(r[i] * sum + p.hc_eps);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float sum = (k[0][j] * r[0] + k[1][j] * r[1]) + (k[2][j] * r[2] + k[3][j] * r[3]);
+      s[j] *= fast_inverse(s[j] * sum + p.hc_eps);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      p.new_comb[row * 16 + 4 * i + j] = r[i] * k[i][j] * s[j];
+    }
+  }
+}
+
+constexpr int kShared = kWeights + kTokens * kRow + (kLag + 1) * kInputs + kWarps * kCells * 4 +
+                        kWarps * 24 * 4 + 32 * (kOut + 1) * 4 + (kLag + 1) * kTokens * 4 + 32;
+
+__global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
+  SHARED(memory);
+  unsigned char* weights = memory;
+  unsigned char* rows = weights + kWeights;
+  unsigned char* inputs = rows + kTokens * kRow;
+  float* partial = reinterpret_cast<float*>(inputs + (kLag + 1) * kInputs);
+  float* coefs = partial + kWarps * kCells;
+  float* totals = coefs + kWarps * 24;              // of up to 32 tiles' tokens
+  float* factors = totals + 32 * (kOut + 1);
+  uint64_t* barrier = reinterpret_cast<uint64_t*>(factors + (kLag + 1) * kTokens);
+  u32* published = reinterpret_cast<u32*>(barrier + 1);  // warps, times tiles
+  u32* finished = published + 1;                         // tiles whose factors are there
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int slice = blockIdx.x % kSlices, group = blockIdx.x / kSlices;
+  const int num_tiles = (p.tiles - group + p.groups - 1) / p.groups;
+  auto tile_of = [&](int i) { return group + i * p.groups; };
+  if (tid == 0) *published = 0, *finished = 0;
+  __syncthreads();
+
+  if (warp == kWarps) {
+    for (int i = 0; i < num_tiles; ++i) {
+      if (lane == 0) {
+        wait_local(published, kWarps * (i + 1));
+        count_in(p.counters + tile_of(i));
+      }
+    }
+    return;
+  }
+  if (warp == kWarps + 1) {
+    for (int i = 0; i < num_tiles; ++i) {
+      const int tile = tile_of(i);
+      if (lane == 0) wait_for(p.counters + tile, kSlices);
+      __syncwarp();
+      if (lane < kTokens) {
+        const float* from = p.squares + (static_cast<int64_t>(tile) * kSlices * kTokens + lane) * 2 + 1;
+        float sum = 0.f;
+#pragma unroll
+        for (int s = 0; s < kSlices; ++s) sum += fresh(from + s * kTokens * 2);
+        factors[i % (kLag + 1) * kTokens + lane] =
+            inverse_root(sum / static_cast<float>(kWidth) + p.norm_eps);
+      }
+      __syncwarp();
+      if (lane == 0) {
+        add_local(finished);
+        count_out(p.counters + tile, kLeaving);
+      }
+    }
+    return;
+  }
+  if (warp == kWarps + 2) {  // of token number `slice` of each tile
+    if (slice >= kTokens) return;
+    for (int i = 0; i < num_tiles; ++i) {
+      const int tile = tile_of(i);
+      if (lane == 0) wait_for(p.counters + tile, kSlices);
+      __syncwarp();
+      if (lane <= kOut) {
+        const int64_t first = static_cast<int64_t>(tile) * kSlices;
+        const float* from = lane < kOut ? p.sums + (first * kTokens + slice) * kOut + lane
+                                        : p.squares + (first * kTokens + slice) * 2;
+        const int step = lane < kOut ? kCells : kTokens * 2;
+        float sum = 0.f;
+#pragma unroll
+        for (int s = 0; s < kSlices; ++s) sum += fresh(from + s * step);
+        totals[i % 32 * (kOut + 1) + lane] = sum;
+      }
+      __syncwarp();
+      if (lane == 0) count_out(p.counters + tile, kLeaving);
+      if (i % 32 == 31 || i + 1 == num_tiles) {  // a lane for each tile
+        const int row = tile_of(i / 32 * 32 + lane) * kTokens + slice;
+        if (lane <= i % 32 && row < p.num_rows) coefficients(p, totals + lane * (kOut + 1), row);
+        __syncwarp();
+      }
+    }
+    return;
+  }
+
+  if (tid == 0) {
+    barrier_begin(barrier);
+    barriers_seen();
+    bulk_copy(weights, p.fn + static_cast<int64_t>(slice) * (kWeights / 2), kWeights, barrier);
+  }
+  const int channel = slice * kSlice + lane * 8;
+  uint4 v[5];  // streams and output of this warp's token
+  float coef = 0.f;
+  auto read = [&](int i) {
+    const int row = min(tile_of(i) * kTokens + warp, p.num_rows - 1);
+    const u16* from = p.h + static_cast<int64_t>(row) * kStreams * kWidth + channel;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) v[j] = load_once(from + j * kWidth);
+    v[4] = load_once(p.y + static_cast<int64_t>(row) * kWidth + channel);
+    if (lane < 24) {
+      coef = lane < 4 ? p.post[row * 4 + lane]
+                      : lane < 8 ? p.pre[row * 4 + lane - 4] : p.comb[row * 16 + lane - 8];
+    }
+  };
+  read(0);
+  meet();  // the barrier is seen by all
+  for (int i = 0; i < num_tiles + kLag; ++i) {
+    if (i < num_tiles) {
+      const int tile = tile_of(i), row = tile * kTokens + warp;
+      if (lane < 24) coefs[warp * 24 + lane] = coef;
+      __syncwarp();
+      Four post, pre, comb[4];
+      post.load(coefs + warp * 24);
+      pre.load(coefs + warp * 24 + 4);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) comb[j].load(coefs + warp * 24 + 8 + 4 * j);
+      float streams_squared = 0.f, input_squared = 0.f;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const float y0 = low_half(word(v[4], q)), y1 = high_half(word(v[4], q));
+        float h0[4], h1[4], x0 = 0.f, x1 = 0.f;
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+          h0[s] = low_half(word(v[s], q)), h1[s] = high_half(word(v[s], q));
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float n0 = comb[0].at[j] * h0[0], n1 = comb[0].at[j] * h1[0];
+#pragma unroll
+          for (int s = 1; s < 4; ++s) {
+            n0 = fmaf(comb[s].at[j], h0[s], n0), n1 = fmaf(comb[s].at[j], h1[s], n1);
+          }
+          n0 = fmaf(post.at[j], y0, n0), n1 = fmaf(post.at[j], y1, n1);
+          const u32 both = bf16_pair(n0, n1);
+          set_word(v[j], q, both);
+          const float f0 = low_half(both), f1 = high_half(both);
+          streams_squared = fmaf(f0, f0, fmaf(f1, f1, streams_squared));
+          x0 = fmaf(pre.at[j], f0, x0), x1 = fmaf(pre.at[j], f1, x1);
+        }
+        const u32 both = bf16_pair(x0, x1);
+        set_word(v[4], q, both);
+        const float f0 = low_half(both), f1 = high_half(both);
+        input_squared = fmaf(f0, f0, fmaf(f1, f1, input_squared));
+      }
+      u16* to = p.streams + static_cast<int64_t>(row) * kStreams * kWidth + channel;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (row < p.num_rows) *reinterpret_cast<uint4*>(to + j * kWidth) = v[j];
+        *reinterpret_cast<uint4*>(rows + warp * kRow + (j * kSlice + lane * 8) * 2) = v[j];
+      }
+      unsigned char* slot = inputs + i % (kLag + 1) * kInputs;
+      *reinterpret_cast<uint4*>(slot + (warp * kSlice + lane * 8) * 2) = v[4];
+      if (i + 1 < num_tiles) read(i + 1);
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        streams_squared += __shfl_xor_sync(kFull, streams_squared, d);
+        input_squared += __shfl_xor_sync(kFull, input_squared, d);
+      }
+      const int64_t cell = (static_cast<int64_t>(tile) * kSlices + slice) * kTokens;
+      if (lane < 2) p.squares[(cell + warp) * 2 + lane] = lane ? input_squared : streams_squared;
+      if (i == 0) barrier_wait(barrier, 0);
+      meet();
+      float acc[3][4] = {};
+#pragma unroll
+      for (int s = 0; s < kOwnSteps; ++s) {
+        const int step = warp * kOwnSteps + s;
+        u32 a[4];
+        load_matrix(a, rows, step * 16);
+#pragma unroll
+        for (int t = 0; t < 3; ++t) {
+          const uint4 b = *reinterpret_cast<const uint4*>(weights + ((step * 3 + t) * 32 + lane) * 16);
+          multiply(acc[t], a, b.x, b.y);
+          multiply(acc[t], a, b.z, b.w);
+        }
+      }
+      float* own = partial + warp * kCells + lane / 4 * kOut + lane % 4 * 2;
+#pragma unroll
+      for (int t = 0; t < 3; ++t) {
+        own[t * 8] = acc[t][0], own[t * 8 + 1] = acc[t][1];
+        own[8 * kOut + t * 8] = acc[t][2], own[8 * kOut + t * 8 + 1] = acc[t][3];
+      }
+      meet();
+      if (tid < kCells) {
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum += partial[w * kCells + tid];
+        p.sums[cell * kOut + tid] = sum;
+      }
+      __syncwarp();
+      if (lane == 0) add_local(published);
+    }
+    if (i >= kLag) {
+      const int row = tile_of(i - kLag) * kTokens + warp;
+      if (lane == 0) wait_local(finished, i - kLag + 1);
+      __syncwarp();
+      const float f = factors[(i - kLag) % (kLag + 1) * kTokens + warp];
+      const unsigned char* slot = inputs + (i - kLag) % (kLag + 1) * kInputs;
+      uint4 x = *reinterpret_cast<const uint4*>(slot + (warp * kSlice + lane * 8) * 2);
+      const uint4 w = *reinterpret_cast<const uint4*>(p.norm_weight + channel);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        set_word(x, q, bf16_pair(low_half(word(w, q)) * (low_half(word(x, q)) * f),
+                                 high_half(word(w, q)) * (high_half(word(x, q)) * f)));
+      }
+      if (row < p.num_rows) {
+        *reinterpret_cast<uint4*>(p.x + static_cast<int64_t>(row) * kWidth + channel) = x;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// Streams, outputs and the norm's weight are bf16, coefficients fp32; fn as `Site` says. 20 * groups
+// blocks, no more than the card runs at once, and no more groups than tiles of 16 tokens. sums,
+// squares: room for [tiles, 20, 16, 24] and [tiles, 20, 16, 2] floats.
+extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight, const void* post,
+                          const void* comb, const void* pre, const void* fn, const void* scale,
+                          const void* base, void* streams, void* x, void* new_pre, void* new_post,
+                          void* new_comb, void* sums, void* squares, void* counters,
+                          long long num_rows, long long groups, long long iters, double norm_eps, double hc_eps, cudaStream_t stream) {
+  Site p;
+  p.h = static_cast<const u16*>(h), p.y = static_cast<const u16*>(y);
+  p.norm_weight = static_cast<const u16*>(norm_weight);
+  p.post = static_cast<const float*>(post), p.comb = static_cast<const float*>(comb);
+  p.pre = static_cast<const float*>(pre), p.fn = static_cast<const u16*>(fn);
+  p.scale = static_cast<const float*>(scale), p.base = static_cast<const float*>(base);
+  p.streams = static_cast<u16*>(streams), p.x = static_cast<u16*>(x);
+  p.new_pre = static_cast<float*>(new_pre), p.new_post = static_cast<float*>(new_post);
+  p.new_comb = static_cast<float*>(new_comb);
+  p.sums = static_cast<float*>(sums), p.squares = static_cast<float*>(squares);
+  p.counters = static_cast<u32*>(counters);
+  p.num_rows = static_cast<int>(num_rows), p.groups = static_cast<int>(groups);
+  p.tiles = (p.num_rows + kTokens - 1) / kTokens;
+  p.iters = static_cast<int>(iters);
+  p.norm_eps = static_cast<float>(norm_eps), p.hc_eps = static_cast<float>(hc_eps);
+  const dim3 grid(static_cast<unsigned>(groups * kSlices));
+#ifdef HOST_TWIN
+  host::launch_together(grid, dim3(kThreads), kShared, [&] { site_kernel(p); });
+  return 0;
+#else
+  const cudaError_t status =
+      cudaFuncSetAttribute(site_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (status != cudaSuccess) return static_cast<int>(status);
+  site_kernel<<<grid, kThreads, kShared, stream>>>(p);
+  return static_cast<int>(cudaGetLastError());
+#endif
+}

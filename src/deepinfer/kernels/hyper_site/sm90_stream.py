@@ -1,0 +1,104 @@
+"""A hyper-connection site in CUDA C++ for SM90: one launch, streams read and written once.
+
+`sm90_stream.cu` says how. Other dimensions than four streams of 5120 run in Triton. Calls on one
+device share a workspace, so they belong to one stream at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvcc
+from deepinfer.kernels.hyper_site import triton
+
+if TYPE_CHECKING:
+    from deepinfer.kernels.hyper_site import Site, SiteWeights
+    from deepinfer.kernels.linear import DenseWeight
+
+__all__ = ["accepts", "groups", "hyper_site", "prepared"]
+
+SOURCE: Final = Path(__file__).with_name("sm90_stream.cu")
+STREAMS, WIDTH, OUTPUTS = 4, 5120, 24
+SLICES, TILE = 20, 16
+MOST_ROWS: Final = 8192  # of one launch
+
+
+def groups(num_rows: int, processors: int) -> int:
+    """How many tiles are under way at once: as many as there are, and all their blocks must run."""
+    return max(1, min(processors // SLICES, -(-num_rows // TILE)))
+
+
+_prepared: dict[int, Tensor] = {}
+
+
+def prepared(fn: DenseWeight) -> Tensor:
+    """Return a projection as bf16 in the order that tensor instructions read it, in two parts that
+    add up to it: [slice, step, 3, lane, part, half, 2].
+
+    Made once per weight, kept as long as the weight lives, as large as its fp32 form.
+    """
+    key = id(fn.stored)
+    if key not in _prepared:
+        whole = fn.fp32()
+        high = whole.bfloat16()
+        low = (whole - high.float()).bfloat16()
+        # part, 8-row block, row, stream, slice, step of 16 channels, half, pair, which
+        parts = torch.stack([high, low]).view(2, 3, 8, STREAMS, SLICES, 16, 2, 4, 2)
+        _prepared[key] = parts.permute(4, 3, 5, 1, 2, 7, 0, 6, 8).contiguous()
+        weakref.finalize(fn.stored, _prepared.pop, key, None)
+    return _prepared[key]
+
+
+def accepts(h: Tensor, weights: SiteWeights) -> bool:
+    """Whether the kernel takes a call: bf16, the published dimensions, a card of ten processors."""
+    return (
+        h.dtype == torch.bfloat16
+        and tuple(h.shape[1:]) == (STREAMS, WIDTH)
+        and weights.norm.dtype == torch.bfloat16
+        and weights.base.shape[0] == OUTPUTS
+    )
+
+
+@cache
+def _workspace(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums, squares and counters of the largest launch; counters are zero between launches."""
+    cells = MOST_ROWS * SLICES
+    sums, squares = (torch.empty(cells * n, device=device) for n in (OUTPUTS, 2))
+    return sums, squares, torch.zeros(MOST_ROWS // TILE, dtype=torch.int32, device=device)
+
+
+def hyper_site(
+    h: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    weights: SiteWeights,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+    *,
+    num_groups: int | None = None,
+) -> Site:
+    """As the reference."""
+    if not accepts(h, weights):
+        return triton.hyper_site(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
+    given = [x.contiguous() for x in (h, y, post, comb, pre)]
+    made = [torch.empty_like(given[i]) for i in (0, 1, 4, 2, 3)]
+    for begin in range(0, h.shape[0], MOST_ROWS):
+        h, y, post, comb, pre = (x[begin : begin + MOST_ROWS] for x in given)
+        rows = h.shape[0]
+        nvcc.call(
+            nvcc.load(SOURCE), "hyper_site", h.device, h, y, weights.norm, post, comb, pre,
+            prepared(weights.fn), weights.scale, weights.base,
+            *(x[begin : begin + MOST_ROWS] for x in made), *_workspace(h.device), rows,
+            num_groups or groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
+        )  # fmt: skip
+    streams, x, new_pre, new_post, new_comb = made
+    return streams, x, new_pre, new_post, new_comb
