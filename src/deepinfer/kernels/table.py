@@ -127,8 +127,9 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "paged_attention": (
         _hopper(
             "paged_attention.sm90",
-            "entries decoded on the way; few rows split between blocks",
+            "few rows split between blocks; its last change has not run on a card yet",
             invariant=False,
+            chosen=False,
         ),
         _hopper(
             "paged_attention.sm90_whole",

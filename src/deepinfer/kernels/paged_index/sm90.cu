@@ -154,18 +154,19 @@ struct Candidates {
 
 constexpr u32 kNothing = 0xFF800000u;  // -inf
 
-// -inf in columns from..end-1 of rows begin..stop-1, at most a tile; rows are aligned to 16 bytes.
+// -inf in columns from..end-1 of rows begin..stop-1; from is a multiple of 64, rows are aligned.
 template <typename O>
 __device__ void fill(O* out, int64_t stride, int begin, int stop, int from, int end) {
-  constexpr int kPer = 16 / sizeof(O), kPieces = kTile / kPer;
+  constexpr int kPer = 16 / sizeof(O);
   const u32 word = sizeof(O) == 2 ? kNothing | kNothing >> 16 : kNothing;
-  for (int i = threadIdx.x; i < (stop - begin) * kPieces; i += kThreads) {
-    const int first = from + i % kPieces * kPer;
-    O* at = out + (begin + i / kPieces) * stride + first;
-    if (first + kPer <= end) {
-      *reinterpret_cast<uint4*>(at) = make_uint4(word, word, word, word);
-    } else {
-      for (int j = 0; j < end - first; ++j) put(at + j, __uint_as_float(kNothing));
+  for (int row = begin; row < stop; ++row) {
+    O* line = out + row * stride;
+    for (int i = from + threadIdx.x * kPer; i < end; i += kThreads * kPer) {
+      if (i + kPer <= end) {
+        *reinterpret_cast<uint4*>(line + i) = make_uint4(word, word, word, word);
+      } else {
+        for (int j = i; j < end; ++j) put(line + j, __uint_as_float(kNothing));
+      }
     }
   }
 }
@@ -250,13 +251,9 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
     }
     const int64_t* pages = table + owner * table_stride;
     const int seen = limit, mask = (1 << log_size) - 1;
-    // Candidates: a stretch of entries. All entries: every gridDim.x-th tile, so that blocks share
-    // what is seen, however much that is.
-    const int from = CANDIDATES ? blockIdx.x * chunk : blockIdx.x * kTile;
-    const int tile_step = CANDIDATES ? kTile : gridDim.x * kTile;
-    const int end = CANDIDATES ? min(from + chunk, entries) : entries;
+    const int from = blockIdx.x * chunk, end = min(from + chunk, entries);
     const int to = min(end, limit);  // nobody sees what lies beyond
-    int num_keys = 0, num_united = 0;
+    int num_keys = max(to - from, 0), num_united = 0;
     const int first_block = from >> log_size;
     if (CANDIDATES) {
       const int last_block = (end + mask) >> log_size, words = (last_block - first_block + 31) / 32;
@@ -317,13 +314,11 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
       __syncthreads();
       num_keys = num_united << log_size;
     }
-    const int num_tiles = CANDIDATES ? (num_keys + kTile - 1) / kTile
-                          : to > from ? (to - from + tile_step - 1) / tile_step : 0;
-    // The entry of a tile's key, or one of a stretch where the tile has fewer.
-    auto entry_of = [&](int tile, int key) {
-      if (!CANDIDATES) return min(from + tile * tile_step + key, to - 1);
-      const int i = min(tile * kTile + key, num_keys - 1);
-      return (first_block + found.united[i >> log_size]) << log_size | (i & mask);
+    const int num_tiles = (num_keys + kTile - 1) / kTile;
+    // The entry that key number i of this stretch is.
+    auto entry_of = [&](int i) {
+      return CANDIDATES ? (first_block + found.united[i >> log_size]) << log_size | (i & mask)
+                        : from + i;
     };
     int sees[kPairs];  // entries that this thread's rows see
     int everyone = stop - begin == R ? entries : 0;  // entries that all rows see
@@ -345,7 +340,7 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
     auto fetch = [&](int tile) {
       unsigned char* stage = ring + tile % kStages * kStageBytes;
       if (whole) {
-        const int first = from + tile * tile_step;
+        const int first = from + tile * kTile;
         const int64_t block = pages[first >> cache.log_entries];
         const int inside = first & ((1 << cache.log_entries) - 1);
         const unsigned char* codes = own_codes + block * cache.code_block + inside * cache.code_entry;
@@ -362,7 +357,7 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        int key = entry_of(tile, own + 8 * i);
+        int key = entry_of(min(tile * kTile + own + 8 * i, num_keys - 1));
         if (CANDIDATES && key >= seen) key = 0;
         const int64_t block = pages[key >> cache.log_entries];
         const int inside = key & ((1 << cache.log_entries) - 1);
@@ -446,19 +441,18 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
         }
         sums[r] *= factor;
       }
-      const int first = from + tile * tile_step;
-      O* to_out = own_out + tile * tile_step;
-      if (!CANDIDATES && first + kTile <= everyone) {
+      O* to_out = own_out + tile * kTile;
+      if (!CANDIDATES && from + (tile + 1) * kTile <= everyone) {
 #pragma unroll
         for (int r = 0; r < kPairs; ++r) {
           if (R > 1 || !upper) put(to_out, sums[r]);
           to_out += out_stride;
         }
       } else {
-        const int number = tile * kTile + own + (odd ? 8 : 0), plain = first + own + (odd ? 8 : 0);
-        const bool here = CANDIDATES ? number < num_keys : plain < end;
+        const int number = tile * kTile + own + (odd ? 8 : 0);
+        const bool here = CANDIDATES ? number < num_keys : from + number < end;
         const int united = CANDIDATES && here ? found.united[number >> log_size] : 0;
-        const int key = CANDIDATES ? (first_block + united) << log_size | (number & mask) : plain;
+        const int key = CANDIDATES ? (first_block + united) << log_size | (number & mask) : from + number;
 #pragma unroll
         for (int r = 0; r < kPairs; ++r) {
           const int member = r + (R > 1 && upper ? R / 2 : 0), row = first_row + member;
@@ -477,11 +471,7 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
         }
       }
     }
-    if (!CANDIDATES) {
-      for (int first = from + num_tiles * tile_step; first < end; first += tile_step) {
-        fill(out, out_stride, begin, stop, first, min(first + kTile, end));
-      }
-    }
+    if (!CANDIDATES) fill(out, out_stride, begin, stop, from + num_tiles * kTile, end);
     copies_wait<0>();
     begin = stop;
   }
