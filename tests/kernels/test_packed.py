@@ -28,7 +28,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("g++ is not installed")
     target = tmp_path_factory.mktemp("packed") / "packed_host.so"
-    flags = ["-O1", "-std=c++17", "-shared", "-fPIC", f"-I{HERE}", "-o", str(target)]
+    flags = [
+        "-O1",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-fno-gnu-unique",
+        f"-I{HERE}",
+        "-o",
+        str(target),
+    ]
     done = subprocess.run(
         [compiler, *flags, str(HERE / "packed_host.cpp")],
         capture_output=True,

@@ -47,6 +47,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
     folder = tmp_path_factory.mktemp("host")
     flags = (
         "-std=c++17",
+        "-fno-gnu-unique",  # else two such libraries in a process share their fibers
         "-O1",
         "-w",
         "-shared",
