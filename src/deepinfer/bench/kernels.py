@@ -22,6 +22,7 @@ from typing import IO, Any, Final
 from deepinfer.bench.ceilings import Ceilings
 from deepinfer.bench.machine import describe_card, describe_machine, describe_versions
 from deepinfer.bench.points import Member, Shape, list_members
+from deepinfer.bench.records import record_of
 from deepinfer.device import pick_device
 
 __all__ = ["KernelRecord", "measure_kernels", "read_record"]
@@ -78,16 +79,7 @@ class KernelRecord:
 
 def read_record(line: str) -> KernelRecord:
     """Read what `to_json` wrote; raises ValueError when the line is no such record."""
-    found = json.loads(line)
-    if not isinstance(found, dict) or (found.pop("format", 0), found.pop("suite", "")) != (
-        1,
-        "kernels",
-    ):
-        raise ValueError("not a record of kernels")
-    try:
-        return KernelRecord(**found)
-    except TypeError as error:
-        raise ValueError(f"not a record of kernels: {error}") from error
+    return record_of(line, "kernels", KernelRecord)
 
 
 def measure_kernels(

@@ -20,6 +20,7 @@ from deepinfer.bench.modelbench import (
     split_ops,
     time_step,
 )
+from deepinfer.bench.records import record_of
 from deepinfer.bench.slices import (
     Fabric,
     Network,
@@ -126,16 +127,7 @@ class StepRecord:
 
 def read_step(line: str) -> StepRecord:
     """Read what `to_json` wrote; raises ValueError when the line is no such record."""
-    found = json.loads(line)
-    if not isinstance(found, dict) or (found.pop("format", 0), found.pop("suite", "")) != (
-        1,
-        "steps",
-    ):
-        raise ValueError("not a record of steps")
-    try:
-        return StepRecord(**found)
-    except TypeError as error:
-        raise ValueError(f"not a record of steps: {error}") from error
+    return record_of(line, "steps", StepRecord)
 
 
 def measure_steps(
