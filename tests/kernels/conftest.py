@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +21,26 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def host_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.CDLL]:
+    """Build a source of this folder, a kernel on a CPU, and load it; skip where g++ is missing."""
+
+    def build(source: str, optimize: str) -> ctypes.CDLL:
+        compiler = shutil.which("g++")
+        if compiler is None:
+            pytest.skip("g++ is not installed")
+        target = (tmp_path_factory.mktemp("host") / source).with_suffix(".so")
+        # Without -fno-gnu-unique two such libraries in a process share their fibers.
+        flags = (optimize, "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{HERE}")
+        done = subprocess.run(
+            [compiler, *flags, "-o", str(target), str(HERE / source)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert not done.returncode, done.stderr[-3000:]
+        return ctypes.CDLL(str(target))
+
+    return build

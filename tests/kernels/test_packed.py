@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,29 +23,8 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
-    target = tmp_path_factory.mktemp("packed") / "packed_host.so"
-    flags = [
-        "-O1",
-        "-std=c++17",
-        "-shared",
-        "-fPIC",
-        "-fno-gnu-unique",
-        f"-I{HERE}",
-        "-o",
-        str(target),
-    ]
-    done = subprocess.run(
-        [compiler, *flags, str(HERE / "packed_host.cpp")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not done.returncode, done.stderr[-3000:]
-    return ctypes.CDLL(str(target))
+def library(host_library: Callable[..., ctypes.CDLL]) -> ctypes.CDLL:
+    return host_library("packed_host.cpp", "-O1")
 
 
 def call(library: ctypes.CDLL, name: str, *arguments: Tensor | int | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,29 +25,8 @@ FACTOR = 2.0**-8  # of every decoded value
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
-    target = tmp_path_factory.mktemp("paged") / "paged_host.so"
-    flags = [
-        "-O2",
-        "-std=c++17",
-        "-shared",
-        "-fPIC",
-        "-fno-gnu-unique",
-        f"-I{HERE}",
-        "-o",
-        str(target),
-    ]
-    done = subprocess.run(
-        [compiler, *flags, str(HERE / "paged_host.cpp")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not done.returncode, done.stderr[-3000:]
-    return ctypes.CDLL(str(target))
+def library(host_library: Callable[..., ctypes.CDLL]) -> ctypes.CDLL:
+    return host_library("paged_host.cpp", "-O2")
 
 
 def test_every_code_and_scale_decodes_exactly(library: ctypes.CDLL) -> None:
