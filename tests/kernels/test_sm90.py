@@ -12,7 +12,6 @@ import math
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from deepinfer.kernels.cache_io.reference import cache_store
 from deepinfer.kernels.hyper.reference import hyper_collapse, hyper_expand, hyper_mix
 from deepinfer.kernels.hyper_site import SiteWeights
 from deepinfer.kernels.hyper_site import sm90 as site
-from deepinfer.kernels.hyper_site import sm90_stream as stream
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.paged_index import sm90 as index
 from deepinfer.kernels.paged_index.reference import paged_index_score
@@ -36,7 +34,7 @@ from deepinfer.kernels.topk import sm90 as topk
 
 SOURCES = {
     f"{source.parent.name}_{source.stem}": source
-    for source in (topk.SOURCE, index.SOURCE, site.SOURCE, stream.SOURCE)
+    for source in (topk.SOURCE, index.SOURCE, site.SOURCE)
 }
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -220,10 +218,7 @@ def site_inputs(num: int, gen: torch.Generator) -> tuple[Tensor, ...]:
 
 @needs_gcc
 @pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize("form", [site, stream])
-def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(
-    form: ModuleType, seed: int
-) -> None:
+def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(seed: int) -> None:
     gen = torch.Generator().manual_seed(seed)
     fn = torch.randn(24, 4 * 5120, generator=gen) * (4 * 5120) ** -0.5
     norm = (1 + 0.1 * torch.randn(5120, generator=gen)).bfloat16()
@@ -233,8 +228,8 @@ def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(
     first: list[Tensor] = []
     for num in (3, 17):
         h, y, post, comb, pre = (x[:num] for x in inputs)
-        got = form.hyper_site(h, y, post, comb, pre, weights, 1e-20, 1e-6, 20)
-        assert not form._workspace(h.device)[2].any()
+        got = site.hyper_site(h, y, post, comb, pre, weights, 1e-20, 1e-6, 20)
+        assert not site._workspace(h.device)[2].any()
         streams = hyper_expand(h, y, post, comb)
         exact = 2**-7 * streams.double().abs() + 1e-5
         assert ((got[0].double() - streams.double()).abs() <= exact).all()
@@ -250,11 +245,8 @@ def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(
 
 def test_all_blocks_run_at_once() -> None:
     for num in range(1, 2000, 7):
-        cut = site.plan(num, 132)
-        assert cut.slices * cut.groups <= 132
-        assert cut.groups <= -(-num // cut.tile)
-        assert stream.SLICES * stream.groups(num, 132) <= 132
-        assert stream.groups(num, 132) <= -(-num // stream.TILE)
+        assert site.SLICES * site.groups(num, 132) <= 132
+        assert site.groups(num, 132) <= -(-num // site.TILE)
 
 
 @pytest.mark.parametrize("change", ["dtype", "row", "count"])

@@ -59,7 +59,8 @@ def load(source: Path) -> ctypes.CDLL:
 
     Raises UnsupportedError without nvcc, or with the compiler's words where it fails.
     """
-    parts = [source.read_bytes(), *(p.read_bytes() for p in sorted(source.parent.glob("*.cuh")))]
+    headers = [p for folder in source.parents[:2] for p in sorted(folder.glob("*.cuh"))]
+    parts = [p.read_bytes() for p in (source, *headers)]
     version = subprocess.run(
         [*command(source, source)[:1], "--version"], capture_output=True, check=False
     ).stdout

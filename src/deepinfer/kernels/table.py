@@ -137,15 +137,7 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
             name="cuda whole",
         ),
     ),
-    "hyper_site": (
-        _hopper("hyper_site.sm90", "one launch, streams read and written once"),
-        _hopper(
-            "hyper_site.sm90_stream",
-            "whole stretches of a token; not timed on a card yet",
-            name="cuda stream",
-            chosen=False,
-        ),
-    ),
+    "hyper_site": (_hopper("hyper_site.sm90", "one launch, whole stretches of a token"),),
     "paged_index_score": (
         _hopper("paged_index.sm90", "FP4 keys decoded into registers, products in FP8"),
     ),

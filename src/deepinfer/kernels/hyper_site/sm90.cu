@@ -1,23 +1,25 @@
 // A hyper-connection site in one launch: streams take the last sublayer's output, give the next
 // sublayer its normed input, and the coefficients of the site after it. Four streams of 5120.
 //
-// Tokens are cut into tiles, the 5120 channels into `slices`. A block takes one slice of a tile:
-// per chunk of 32 channels a warp updates the streams of 16 tokens, keeps the mixed input, and
-// multiplies the rounded streams with the projection on tensor cores. Streams are exact there, the
-// projection is a sum of two bf16, prepared once. Blocks of a tile exchange sums through memory:
-// they publish, count themselves in, and wait for each other, so all blocks must run at the same
-// time: no more blocks than multiprocessors are launched. Then each writes its own slice of the
-// normed input, and the coefficients of its share of the tokens.
+// Channels are cut into 20 slices of 256, tokens into tiles of 16. A block keeps its slice of the
+// projection in shared memory and goes through the tiles of its group: each of 16 warps updates the
+// streams of one token, whole 512-byte stretches at a time, then all multiply the rounded streams
+// with the projection on tensor cores. Streams are exact there, the projection is a sum of two bf16,
+// prepared once. Blocks of a group exchange sums through memory: they publish, count themselves in,
+// and come back to a tile two tiles later, when the others are through with it, to write their slice
+// of the normed input. Three more warps keep these waits away from the 16: one counts in, one waits
+// for the others and makes the norm's factors, one makes the coefficients of one token of a tile.
+// All blocks must run at the same time: no more than the card has multiprocessors are launched.
 //
-// All sums over channels form one fixed tree, whatever the number of slices: two chunks as the
-// instructions do, eight of these units in pairs, then 10 groups in order. A token's bits depend on
-// nothing but the token.
+// All sums over channels have one fixed order: a token's bits depend on nothing but the token.
 
 #ifdef HOST_TWIN
 #include "cuda_host.h"
 #include "cuda_host_site.h"
 #else
 #include <cuda_runtime.h>
+
+#include "../bulk.cuh"
 #define SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #endif
 
@@ -28,53 +30,38 @@ namespace {
 using u16 = uint16_t;
 using u32 = uint32_t;
 constexpr u32 kFull = 0xFFFFFFFFu;
-constexpr int kStreams = 4, kWidth = 5120, kChunk = 32, kChunks = kWidth / kChunk, kOut = 24;
-constexpr int kGroups = 10, kUnit = 2, kStages = 2;
-constexpr int kWeights = kStreams * 2 * kOut * kChunk * 2;  // bytes of a chunk's projection
-constexpr int kCoefficients = 24;                           // post, pre, comb of a token
-constexpr int kSums = 28;                                   // floats of a published token
+constexpr int kStreams = 4, kWidth = 5120, kOut = 24, kSlices = 20, kSlice = kWidth / kSlices;
+constexpr int kTokens = 16, kWarps = 16, kWorkers = 32 * kWarps, kThreads = kWorkers + 96;
+constexpr int kDepth = kStreams * kSlice;              // of the product in a slice
+constexpr int kSteps = kDepth / 16, kOwnSteps = kSteps / kWarps;
+constexpr int kWeights = kDepth * kOut * 2 * 2;        // bytes of a slice of the projection
+constexpr int kRow = kDepth * 2 + 16;                  // bytes of a token's streams, spread over banks
+constexpr int kLag = 2;                                // tiles between publishing and coming back
+constexpr int kInputs = kTokens * kSlice * 2;          // bytes of a tile's mixed input
+constexpr int kCells = kTokens * kOut;
+constexpr int kLeaving = 2 * kSlices + kTokens;        // counts of a tile until it is done with
 
 struct Site {
   const u16 *h, *y, *norm_weight;      // [T, 4, C], [T, C], [C]
   const float *post, *comb, *pre;      // [T, 4], [T, 4, 4], [T, 4]
-  const u16 *fn;                       // [chunk][stream][part][output][32]
+  const u16* fn;                       // [slice][step][3][lane][part][half][2]
   const float *scale, *base;           // [3], [24]
   u16 *streams, *x;                    // [T, 4, C], [T, C]
   float *new_pre, *new_post, *new_comb;
-  float *sums, *squares;               // published: [tiles, slices, TOKENS, 28], [.., TOKENS]
+  float *sums, *squares;               // published: [tiles, slices, 16, 24], [.., 16, 2]
   u32* counters;                       // [tiles], zero before and after
-  int num_rows, tiles, slices, iters;
+  int num_rows, tiles, groups, iters;
   float norm_eps, hc_eps;
 };
 
 #ifndef HOST_TWIN
-__device__ inline u32 address(const void* shared) {
-  return static_cast<u32>(__cvta_generic_to_shared(shared));
-}
-__device__ inline void barrier_begin(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(barrier)) : "memory");
-}
-__device__ inline void barriers_seen() {
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ inline void bulk_copy(void* to, const void* from, u32 bytes, uint64_t* barrier) {
-  const u32 at = address(barrier);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
-               : "memory");
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-      "r"(address(to)), "l"(from), "r"(bytes), "r"(at) : "memory");
-}
-__device__ inline void barrier_wait(uint64_t* barrier, u32 phase) {
-  u32 done;
-  do {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(address(barrier)), "r"(phase) : "memory");
-  } while (!done);
-}
-__device__ inline void meet(int name, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+__device__ inline void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kWorkers) : "memory"); }
+// a[16, 16] of a tile of rows, as an instruction takes it
+__device__ inline void load_matrix(u32 (&a)[4], const unsigned char* rows, int column) {
+  const int lane = threadIdx.x % 32;
+  const u32 at = address(rows + lane % 16 * kRow + (column + lane / 16 * 8) * 2);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
 }
 __device__ inline uint4 load_once(const u16* p) {
   uint4 v;
@@ -88,12 +75,12 @@ __device__ inline u32 bf16_pair(float low, float high) {
   return r;
 }
 // acc[16, 8] += a[16, 16] b[16, 8], bf16 pairs
-__device__ inline void multiply(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+__device__ inline void multiply(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 __device__ inline void count_in(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
@@ -102,6 +89,17 @@ __device__ inline void wait_for(const u32* counter, u32 least) {
   u32 seen;
   do {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < least);
+}
+// Counters of a block's warps in shared memory: what is written before an add is seen after a wait.
+__device__ inline void add_local(u32* counter) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(address(counter)) : "memory");
+}
+__device__ inline void wait_local(const u32* counter, u32 least) {
+  u32 seen;
+  do {
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(seen) : "r"(address(counter))
+                 : "memory");
   } while (seen < least);
 }
 // Also counts out: the last of all to leave sets the counter back.
@@ -139,27 +137,8 @@ struct Four {
   }
 };
 
-// Sum over slices of published values, each `step` floats after the other, in the fixed order.
-__device__ inline float over_slices(const float* p, int slices, int step) {
-  float all = 0.f;
-  if (slices == kGroups) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) all += fresh(p + g * step);
-  } else if (slices == 2 * kGroups) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) all += fresh(p + 2 * g * step) + fresh(p + (2 * g + 1) * step);
-  } else {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const float* q = p + 4 * g * step;
-      all += (fresh(q) + fresh(q + step)) + (fresh(q + 2 * step) + fresh(q + 3 * step));
-    }
-  }
-  return all;
-}
-
-// Coefficients of a token from its 24 projections and the sum of squares; all lanes do the same.
-__device__ inline void coefficients(const Site& p, const float* sums, int row, int lane) {
+// Coefficients of a token from its 24 projections and the sum of squares.
+__device__ inline void coefficients(const Site& p, const float* sums, int row) {
   const float norm = inverse_root(sums[kOut] / static_cast<float>(kStreams * kWidth) + p.norm_eps);
   float k[4][4];
 #pragma unroll
@@ -168,8 +147,8 @@ __device__ inline void coefficients(const Site& p, const float* sums, int row, i
     const float b = sums[4 + i] * norm * p.scale[1] + p.base[4 + i];
     const float pre = inverse(1.f + exponential(-a)) + p.hc_eps;
     const float post = 2.f * inverse(1.f + exponential(-b));
-    if (lane == i) p.new_pre[row * 4 + i] = pre;
-    if (lane == i) p.new_post[row * 4 + i] = post;
+    p.new_pre[row * 4 + i] = pre;
+    p.new_post[row * 4 + i] = post;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       k[i][j] = sums[8 + 4 * i + j] * norm * p.scale[2] + p.base[8 + 4 * i + j];
@@ -203,281 +182,226 @@ __device__ inline void coefficients(const Site& p, const float* sums, int row, i
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if (lane == 4 * i + j) p.new_comb[row * 16 + lane] = r[i] * k[i][j] * s[j];
+      p.new_comb[row * 16 + 4 * i + j] = r[i] * k[i][j] * s[j];
     }
   }
 }
 
-template <int MT, int KT>
-int shared_bytes(int leaves) {
-  const int tokens = 16 * MT;
-  return kStages * KT * kWeights + leaves * 2 * 32 * MT * KT * 16 + tokens * kCoefficients * 4 +
-         (KT - 1) * tokens * 26 * 4 + tokens * 4 + MT * KT * kSums * 4 + kStages * KT * 8;
-}
+constexpr int kShared = kWeights + kTokens * kRow + (kLag + 1) * kInputs + kWarps * kCells * 4 +
+                        kWarps * 24 * 4 + 32 * (kOut + 1) * 4 + (kLag + 1) * kTokens * 4 + 32;
 
-// MT warps side by side over tokens, KT over channels; AHEAD: both chunks of a unit are asked for
-// before the first is used.
-template <int MT, int KT, bool AHEAD>
-__global__ void __launch_bounds__(32 * MT * KT, 1) site_kernel(const Site p) {
-  constexpr int kThreads = 32 * MT * KT, kTokens = 16 * MT;
+__global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   SHARED(memory);
-  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, c = lane % 4;
-  const int m = warp % MT, k = warp / MT;
-  const int slice = blockIdx.x % p.slices, group = blockIdx.x / p.slices;
-  const int num_groups = gridDim.x / p.slices;
-  const int leaves = kChunks / p.slices / KT;
-  const int first_chunk = slice * (kChunks / p.slices) + k * leaves;
   unsigned char* weights = memory;
-  unsigned char* mixed = weights + kStages * KT * kWeights;
-  float* coefs = reinterpret_cast<float*>(mixed + leaves * 2 * kThreads * 16);
-  float* partial = coefs + kTokens * kCoefficients;
-  float* factor = partial + (KT - 1) * kTokens * 26;
-  float* totals = factor + kTokens;
-  uint64_t* barriers = reinterpret_cast<uint64_t*>(totals + MT * KT * kSums) + k * kStages;
+  unsigned char* rows = weights + kWeights;
+  unsigned char* inputs = rows + kTokens * kRow;
+  float* partial = reinterpret_cast<float*>(inputs + (kLag + 1) * kInputs);
+  float* coefs = partial + kWarps * kCells;
+  float* totals = coefs + kWarps * 24;              // of up to 32 tiles' tokens
+  float* factors = totals + 32 * (kOut + 1);
+  uint64_t* barrier = reinterpret_cast<uint64_t*>(factors + (kLag + 1) * kTokens);
+  u32* published = reinterpret_cast<u32*>(barrier + 1);  // warps, times tiles
+  u32* finished = published + 1;                         // tiles whose factors are there
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int slice = blockIdx.x % kSlices, group = blockIdx.x / kSlices;
+  const int num_tiles = (p.tiles - group + p.groups - 1) / p.groups;
+  auto tile_of = [&](int i) { return group + i * p.groups; };
+  if (tid == 0) *published = 0, *finished = 0;
+  __syncthreads();
 
-  // Projections of chunks come in order, tile after tile; a warp of those that share them asks.
-  const int my_tiles = p.tiles > group ? (p.tiles - group + num_groups - 1) / num_groups : 0;
-  const bool asks = m == 0 && lane == 0;
-  auto ask = [&](int turn) {
-    if (turn >= my_tiles * leaves) return;
-    const int chunk = first_chunk + turn % leaves, stage = turn % kStages;
-    bulk_copy(weights + (stage * KT + k) * kWeights, p.fn + static_cast<int64_t>(chunk) * (kWeights / 2),
-              kWeights, barriers + stage);
-  };
-  if (asks) {
-    for (int i = 0; i < kStages; ++i) barrier_begin(barriers + i);
-    barriers_seen();
-    for (int i = 0; i < kStages; ++i) ask(i);
-  }
-  int turn = 0;
-  for (int tile = group; tile < p.tiles; tile += num_groups) {
-    __syncthreads();
-    for (int i = tid; i < kTokens * kCoefficients; i += kThreads) {
-      const int row = min(tile * kTokens + i / kCoefficients, p.num_rows - 1), at = i % kCoefficients;
-      coefs[i] = at < 4 ? p.post[row * 4 + at]
-                        : at < 8 ? p.pre[row * 4 + at - 4] : p.comb[row * 16 + at - 8];
-    }
-    const u16* rows[2];
-    const u16* outputs[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = min(tile * kTokens + m * 16 + lane / 4 + 8 * r, p.num_rows - 1);
-      rows[r] = p.h + static_cast<int64_t>(row) * kStreams * kWidth + first_chunk * kChunk + c * 8;
-      outputs[r] = p.y + static_cast<int64_t>(row) * kWidth + first_chunk * kChunk + c * 8;
-    }
-    __syncthreads();
-    float leaf[16], total[16];
-    for (int unit = 0; unit < leaves; unit += kUnit) {
-      float acc[3][4] = {};
-      float squares[4] = {};  // streams of both rows, then inputs
-      uint4 v[AHEAD ? kUnit : 1][2][5];
-      auto read = [&](int i, uint4 (&to)[2][5]) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-          for (int j = 0; j < kStreams; ++j) {
-            to[r][j] = load_once(rows[r] + (unit + i) * kChunk + j * kWidth);
-          }
-          to[r][4] = load_once(outputs[r] + (unit + i) * kChunk);
-        }
-      };
-      if (AHEAD) {
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) read(i, v[AHEAD ? i : 0]);
+  if (warp == kWarps) {
+    for (int i = 0; i < num_tiles; ++i) {
+      if (lane == 0) {
+        wait_local(published, kWarps * (i + 1));
+        count_in(p.counters + tile_of(i));
       }
-#pragma unroll(AHEAD ? kUnit : 1)
-      for (int i = 0; i < kUnit; ++i, ++turn) {
-        uint4(&w)[2][5] = v[AHEAD ? i : 0];
-        if (!AHEAD) read(i, w);
+    }
+    return;
+  }
+  if (warp == kWarps + 1) {
+    for (int i = 0; i < num_tiles; ++i) {
+      const int tile = tile_of(i);
+      if (lane == 0) wait_for(p.counters + tile, kSlices);
+      __syncwarp();
+      if (lane < kTokens) {
+        const float* from = p.squares + (static_cast<int64_t>(tile) * kSlices * kTokens + lane) * 2 + 1;
+        float sum = 0.f;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float* own = coefs + (m * 16 + lane / 4 + 8 * r) * kCoefficients;
-          Four post, pre, comb[4];
-          post.load(own);
-          pre.load(own + 4);
+        for (int s = 0; s < kSlices; ++s) sum += fresh(from + s * kTokens * 2);
+        factors[i % (kLag + 1) * kTokens + lane] =
+            inverse_root(sum / static_cast<float>(kWidth) + p.norm_eps);
+      }
+      __syncwarp();
+      if (lane == 0) {
+        add_local(finished);
+        count_out(p.counters + tile, kLeaving);
+      }
+    }
+    return;
+  }
+  if (warp == kWarps + 2) {  // of token number `slice` of each tile
+    if (slice >= kTokens) return;
+    for (int i = 0; i < num_tiles; ++i) {
+      const int tile = tile_of(i);
+      if (lane == 0) wait_for(p.counters + tile, kSlices);
+      __syncwarp();
+      if (lane <= kOut) {
+        const int64_t first = static_cast<int64_t>(tile) * kSlices;
+        const float* from = lane < kOut ? p.sums + (first * kTokens + slice) * kOut + lane
+                                        : p.squares + (first * kTokens + slice) * 2;
+        const int step = lane < kOut ? kCells : kTokens * 2;
+        float sum = 0.f;
 #pragma unroll
-          for (int j = 0; j < 4; ++j) comb[j].load(own + 8 + 4 * j);
+        for (int s = 0; s < kSlices; ++s) sum += fresh(from + s * step);
+        totals[i % 32 * (kOut + 1) + lane] = sum;
+      }
+      __syncwarp();
+      if (lane == 0) count_out(p.counters + tile, kLeaving);
+      if (i % 32 == 31 || i + 1 == num_tiles) {  // a lane for each tile
+        const int row = tile_of(i / 32 * 32 + lane) * kTokens + slice;
+        if (lane <= i % 32 && row < p.num_rows) coefficients(p, totals + lane * (kOut + 1), row);
+        __syncwarp();
+      }
+    }
+    return;
+  }
+
+  if (tid == 0) {
+    barrier_begin(barrier);
+    barriers_seen();
+    bulk_copy(weights, p.fn + static_cast<int64_t>(slice) * (kWeights / 2), kWeights, barrier);
+  }
+  const int channel = slice * kSlice + lane * 8;
+  uint4 v[5];  // streams and output of this warp's token
+  float coef = 0.f;
+  auto read = [&](int i) {
+    const int row = min(tile_of(i) * kTokens + warp, p.num_rows - 1);
+    const u16* from = p.h + static_cast<int64_t>(row) * kStreams * kWidth + channel;
 #pragma unroll
-          for (int q = 0; q < 4; ++q) {
-            const float y0 = low_half(word(w[r][4], q)), y1 = high_half(word(w[r][4], q));
-            float h0[4], h1[4], x0 = 0.f, x1 = 0.f;
+    for (int j = 0; j < kStreams; ++j) v[j] = load_once(from + j * kWidth);
+    v[4] = load_once(p.y + static_cast<int64_t>(row) * kWidth + channel);
+    if (lane < 24) {
+      coef = lane < 4 ? p.post[row * 4 + lane]
+                      : lane < 8 ? p.pre[row * 4 + lane - 4] : p.comb[row * 16 + lane - 8];
+    }
+  };
+  read(0);
+  meet();  // the barrier is seen by all
+  for (int i = 0; i < num_tiles + kLag; ++i) {
+    if (i < num_tiles) {
+      const int tile = tile_of(i), row = tile * kTokens + warp;
+      if (lane < 24) coefs[warp * 24 + lane] = coef;
+      __syncwarp();
+      Four post, pre, comb[4];
+      post.load(coefs + warp * 24);
+      pre.load(coefs + warp * 24 + 4);
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
-              h0[s] = low_half(word(w[r][s], q)), h1[s] = high_half(word(w[r][s], q));
-            }
+      for (int j = 0; j < 4; ++j) comb[j].load(coefs + warp * 24 + 8 + 4 * j);
+      float streams_squared = 0.f, input_squared = 0.f;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              float n0 = comb[0].at[j] * h0[0], n1 = comb[0].at[j] * h1[0];
+      for (int q = 0; q < 4; ++q) {
+        const float y0 = low_half(word(v[4], q)), y1 = high_half(word(v[4], q));
+        float h0[4], h1[4], x0 = 0.f, x1 = 0.f;
 #pragma unroll
-              for (int s = 1; s < 4; ++s) {
-                n0 = fmaf(comb[s].at[j], h0[s], n0), n1 = fmaf(comb[s].at[j], h1[s], n1);
-              }
-              n0 = fmaf(post.at[j], y0, n0), n1 = fmaf(post.at[j], y1, n1);
-              const u32 both = bf16_pair(n0, n1);
-              set_word(w[r][j], q, both);
-              const float f0 = low_half(both), f1 = high_half(both);
-              squares[r] = fmaf(f0, f0, fmaf(f1, f1, squares[r]));
-              x0 = fmaf(pre.at[j], f0, x0), x1 = fmaf(pre.at[j], f1, x1);
-            }
-            const u32 both = bf16_pair(x0, x1);
-            set_word(w[r][4], q, both);
-            const float f0 = low_half(both), f1 = high_half(both);
-            squares[2 + r] = fmaf(f0, f0, fmaf(f1, f1, squares[2 + r]));
-          }
-          const int row = tile * kTokens + m * 16 + lane / 4 + 8 * r;
-          if (row < p.num_rows) {
-            u16* to = p.streams + (rows[r] - p.h) + (unit + i) * kChunk;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(to + j * kWidth) = w[r][j];
-          }
-          *reinterpret_cast<uint4*>(mixed + (((unit + i) * 2 + r) * kThreads + tid) * 16) = w[r][4];
+        for (int s = 0; s < 4; ++s) {
+          h0[s] = low_half(word(v[s], q)), h1[s] = high_half(word(v[s], q));
         }
-        const int stage = turn % kStages;
-        barrier_wait(barriers + stage, turn / kStages & 1);
-        const unsigned char* fn = weights + (stage * KT + k) * kWeights + (lane / 4) * 64 + c * 16;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
+          float n0 = comb[0].at[j] * h0[0], n1 = comb[0].at[j] * h1[0];
 #pragma unroll
-          for (int part = 0; part < 2; ++part) {
-            uint4 b[3];
-#pragma unroll
-            for (int t = 0; t < 3; ++t) {
-              b[t] = *reinterpret_cast<const uint4*>(fn + ((j * 2 + part) * kOut + t * 8) * 64);
-            }
-#pragma unroll
-            for (int t = 0; t < 3; ++t) {
-              multiply(acc[t], w[0][j].x, w[1][j].x, w[0][j].y, w[1][j].y, b[t].x, b[t].y);
-            }
-#pragma unroll
-            for (int t = 0; t < 3; ++t) {
-              multiply(acc[t], w[0][j].z, w[1][j].z, w[0][j].w, w[1][j].w, b[t].z, b[t].w);
-            }
+          for (int s = 1; s < 4; ++s) {
+            n0 = fmaf(comb[s].at[j], h0[s], n0), n1 = fmaf(comb[s].at[j], h1[s], n1);
           }
+          n0 = fmaf(post.at[j], y0, n0), n1 = fmaf(post.at[j], y1, n1);
+          const u32 both = bf16_pair(n0, n1);
+          set_word(v[j], q, both);
+          const float f0 = low_half(both), f1 = high_half(both);
+          streams_squared = fmaf(f0, f0, fmaf(f1, f1, streams_squared));
+          x0 = fmaf(pre.at[j], f0, x0), x1 = fmaf(pre.at[j], f1, x1);
         }
-        meet(1 + k, 32 * MT);
-        if (asks) ask(turn + kStages);
+        const u32 both = bf16_pair(x0, x1);
+        set_word(v[4], q, both);
+        const float f0 = low_half(both), f1 = high_half(both);
+        input_squared = fmaf(f0, f0, fmaf(f1, f1, input_squared));
       }
+      u16* to = p.streams + static_cast<int64_t>(row) * kStreams * kWidth + channel;
 #pragma unroll
-      for (int n = 0; n < 12; ++n) leaf[n] = acc[n / 4][n % 4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        float sum = squares[n];
-        sum += __shfl_xor_sync(kFull, sum, 1);
-        sum += __shfl_xor_sync(kFull, sum, 2);
-        leaf[12 + n] = sum;
+      for (int j = 0; j < 4; ++j) {
+        if (row < p.num_rows) *reinterpret_cast<uint4*>(to + j * kWidth) = v[j];
+        *reinterpret_cast<uint4*>(rows + warp * kRow + (j * kSlice + lane * 8) * 2) = v[j];
       }
+      unsigned char* slot = inputs + i % (kLag + 1) * kInputs;
+      *reinterpret_cast<uint4*>(slot + (warp * kSlice + lane * 8) * 2) = v[4];
+      if (i + 1 < num_tiles) read(i + 1);
 #pragma unroll
-      for (int n = 0; n < 16; ++n) total[n] = unit ? total[n] + leaf[n] : leaf[n];
-    }
+      for (int d = 1; d < 32; d *= 2) {
+        streams_squared += __shfl_xor_sync(kFull, streams_squared, d);
+        input_squared += __shfl_xor_sync(kFull, input_squared, d);
+      }
+      const int64_t cell = (static_cast<int64_t>(tile) * kSlices + slice) * kTokens;
+      if (lane < 2) p.squares[(cell + warp) * 2 + lane] = lane ? input_squared : streams_squared;
+      if (i == 0) barrier_wait(barrier, 0);
+      meet();
+      float acc[3][4] = {};
 #pragma unroll
-    for (int n = 0; n < 16; ++n) leaf[n] = total[n];
-
-    // Warps over the same tokens, then everybody's sums to memory.
-    const int token = m * 16 + lane / 4;
-    auto place = [&](int n) {  // [token][column] of a value
-      return (token + (n >= 12 ? (n - 12) % 2 : n / 2 % 2) * 8) * 26 +
-             (n >= 12 ? kOut + (n - 12) / 2 : n / 4 * 8 + 2 * c + n % 2);
-    };
-    if (KT > 1) {
-      if (k > 0) {
+      for (int s = 0; s < kOwnSteps; ++s) {
+        const int step = warp * kOwnSteps + s;
+        u32 a[4];
+        load_matrix(a, rows, step * 16);
 #pragma unroll
-        for (int n = 0; n < 16; ++n) {
-          if (n < 12 || c == 0) partial[(k - 1) * kTokens * 26 + place(n)] = leaf[n];
+        for (int t = 0; t < 3; ++t) {
+          const uint4 b = *reinterpret_cast<const uint4*>(weights + ((step * 3 + t) * 32 + lane) * 16);
+          multiply(acc[t], a, b.x, b.y);
+          multiply(acc[t], a, b.z, b.w);
         }
       }
-      __syncthreads();
-      if (k == 0) {
+      float* own = partial + warp * kCells + lane / 4 * kOut + lane % 4 * 2;
 #pragma unroll
-        for (int n = 0; n < 16; ++n) {
-          const float* other = partial + place(n);
-          leaf[n] += other[0];
-          if (KT == 4) leaf[n] += other[kTokens * 26] + other[2 * kTokens * 26];
-        }
+      for (int t = 0; t < 3; ++t) {
+        own[t * 8] = acc[t][0], own[t * 8 + 1] = acc[t][1];
+        own[8 * kOut + t * 8] = acc[t][2], own[8 * kOut + t * 8 + 1] = acc[t][3];
       }
-    }
-    const int64_t published = static_cast<int64_t>(tile) * p.slices * kTokens;
-    if (k == 0) {
-      float* sums = p.sums + (published + slice * kTokens) * kSums;
-      float* squares = p.squares + published + slice * kTokens;
+      meet();
+      if (tid < kCells) {
+        float sum = 0.f;
 #pragma unroll
-      for (int n = 0; n < 12; n += 2) {
-        const int at = token + n / 2 % 2 * 8;
-        float* to = sums + at * kSums + n / 4 * 8 + 2 * c;
-        to[0] = leaf[n], to[1] = leaf[n + 1];
+        for (int w = 0; w < kWarps; ++w) sum += partial[w * kCells + tid];
+        p.sums[cell * kOut + tid] = sum;
       }
-      if (c < 2) sums[(token + 8 * c) * kSums + kOut] = c ? leaf[13] : leaf[12];
-      if (c < 2) squares[token + 8 * c] = c ? leaf[15] : leaf[14];
+      __syncwarp();
+      if (lane == 0) add_local(published);
     }
-    __syncthreads();
-    if (tid == 0) count_in(p.counters + tile);
-    if (tid == 0) wait_for(p.counters + tile, p.slices);
-    __syncthreads();
-
-    if (tid < kTokens) {
-      const float sum = over_slices(p.squares + published + tid, p.slices, kTokens);
-      factor[tid] = inverse_root(sum / static_cast<float>(kWidth) + p.norm_eps);
-    }
-    const int own = slice + warp * p.slices;  // this warp's token of the tile, if any
-    const bool owns = own < kTokens && tile * kTokens + own < p.num_rows;
-    if (owns && lane <= kOut) {
-      totals[warp * kSums + lane] =
-          over_slices(p.sums + (published + own) * kSums + lane, p.slices, kTokens * kSums);
-    }
-    __syncthreads();
-    if (tid == 0) count_out(p.counters + tile, 2u * p.slices);
-    for (int i = 0; i < leaves; ++i) {
-      const int channel = (first_chunk + i) * kChunk + c * 8;
+    if (i >= kLag) {
+      const int row = tile_of(i - kLag) * kTokens + warp;
+      if (lane == 0) wait_local(finished, i - kLag + 1);
+      __syncwarp();
+      const float f = factors[(i - kLag) % (kLag + 1) * kTokens + warp];
+      const unsigned char* slot = inputs + (i - kLag) % (kLag + 1) * kInputs;
+      uint4 x = *reinterpret_cast<const uint4*>(slot + (warp * kSlice + lane * 8) * 2);
       const uint4 w = *reinterpret_cast<const uint4*>(p.norm_weight + channel);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int at = token + 8 * r, row = tile * kTokens + at;
-        uint4 x = *reinterpret_cast<const uint4*>(mixed + ((i * 2 + r) * kThreads + tid) * 16);
-        const float f = factor[at];
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-          set_word(x, q, bf16_pair(low_half(word(w, q)) * (low_half(word(x, q)) * f),
-                                   high_half(word(w, q)) * (high_half(word(x, q)) * f)));
-        }
-        if (row < p.num_rows) {
-          *reinterpret_cast<uint4*>(p.x + static_cast<int64_t>(row) * kWidth + channel) = x;
-        }
+      for (int q = 0; q < 4; ++q) {
+        set_word(x, q, bf16_pair(low_half(word(w, q)) * (low_half(word(x, q)) * f),
+                                 high_half(word(w, q)) * (high_half(word(x, q)) * f)));
+      }
+      if (row < p.num_rows) {
+        *reinterpret_cast<uint4*>(p.x + static_cast<int64_t>(row) * kWidth + channel) = x;
       }
     }
-    if (owns) coefficients(p, totals + warp * kSums, tile * kTokens + own, lane);
   }
-}
-
-template <int MT, int KT, bool AHEAD>
-int run(Site p, int groups, cudaStream_t stream) {
-  constexpr int kThreads = 32 * MT * KT;
-  const int leaves = kChunks / p.slices / KT, bytes = shared_bytes<MT, KT>(leaves);
-  p.tiles = (p.num_rows + 16 * MT - 1) / (16 * MT);
-  const dim3 grid(static_cast<unsigned>(groups * p.slices));
-#ifdef HOST_TWIN
-  host::launch_together(grid, dim3(kThreads), bytes, [&] { site_kernel<MT, KT, AHEAD>(p); });
-  return 0;
-#else
-  auto kernel = site_kernel<MT, KT, AHEAD>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return static_cast<int>(status);
-  kernel<<<grid, kThreads, bytes, stream>>>(p);
-  return static_cast<int>(cudaGetLastError());
-#endif
 }
 
 }  // namespace
 
-// Streams, outputs and the norm's weight are bf16, coefficients fp32; fn as `Site` says. `form`: 0 =
-// tiles of 32 tokens, 4 warps, 40 slices; 1 = 32 tokens, 8 warps, 10 or 20; 2 = 64 tokens, 16 warps,
-// 10. slices * groups blocks, no more than the card runs at once. sums, squares: room for [tiles,
-// slices, tile, 28] and [tiles, slices, tile] floats.
+// Streams, outputs and the norm's weight are bf16, coefficients fp32; fn as `Site` says. 20 * groups
+// blocks, no more than the card runs at once, and no more groups than tiles of 16 tokens. sums,
+// squares: room for [tiles, 20, 16, 24] and [tiles, 20, 16, 2] floats.
 extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight, const void* post,
                           const void* comb, const void* pre, const void* fn, const void* scale,
                           const void* base, void* streams, void* x, void* new_pre, void* new_post,
                           void* new_comb, void* sums, void* squares, void* counters,
-                          long long num_rows, long long form, long long slices, long long groups,
-                          long long iters, double norm_eps, double hc_eps, cudaStream_t stream) {
+                          long long num_rows, long long groups, long long iters, double norm_eps, double hc_eps, cudaStream_t stream) {
   Site p;
   p.h = static_cast<const u16*>(h), p.y = static_cast<const u16*>(y);
   p.norm_weight = static_cast<const u16*>(norm_weight);
@@ -489,11 +413,19 @@ extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight,
   p.new_comb = static_cast<float*>(new_comb);
   p.sums = static_cast<float*>(sums), p.squares = static_cast<float*>(squares);
   p.counters = static_cast<u32*>(counters);
-  p.num_rows = static_cast<int>(num_rows), p.slices = static_cast<int>(slices);
+  p.num_rows = static_cast<int>(num_rows), p.groups = static_cast<int>(groups);
+  p.tiles = (p.num_rows + kTokens - 1) / kTokens;
   p.iters = static_cast<int>(iters);
   p.norm_eps = static_cast<float>(norm_eps), p.hc_eps = static_cast<float>(hc_eps);
-  const int blocks = static_cast<int>(groups);
-  if (form == 0) return run<2, 2, true>(p, blocks, stream);
-  if (form == 1) return run<2, 4, true>(p, blocks, stream);
-  return run<4, 4, false>(p, blocks, stream);
+  const dim3 grid(static_cast<unsigned>(groups * kSlices));
+#ifdef HOST_TWIN
+  host::launch_together(grid, dim3(kThreads), kShared, [&] { site_kernel(p); });
+  return 0;
+#else
+  const cudaError_t status =
+      cudaFuncSetAttribute(site_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (status != cudaSuccess) return static_cast<int>(status);
+  site_kernel<<<grid, kThreads, kShared, stream>>>(p);
+  return static_cast<int>(cudaGetLastError());
+#endif
 }

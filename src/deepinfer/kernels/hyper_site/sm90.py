@@ -1,7 +1,7 @@
 """A hyper-connection site in CUDA C++ for SM90: one launch, streams read and written once.
 
-`sm90.cu` says how. Other dimensions than four streams of 5120 run in Triton. Calls on one device
-share a workspace, so they belong to one stream at a time.
+`sm90.cu` says how. Other dimensions than four streams of 5120 run in Triton. Calls on one
+device share a workspace, so they belong to one stream at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -21,52 +21,36 @@ if TYPE_CHECKING:
     from deepinfer.kernels.hyper_site import Site, SiteWeights
     from deepinfer.kernels.linear import DenseWeight
 
-__all__ = ["accepts", "hyper_site", "plan", "prepared"]
+__all__ = ["accepts", "groups", "hyper_site", "prepared"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
-STREAMS, WIDTH, OUTPUTS, SUMS = 4, 5120, 24, 28
-MOST_ROWS: Final = 1 << 15  # of one launch
+STREAMS, WIDTH, OUTPUTS = 4, 5120, 24
+SLICES, TILE = 20, 16
+MOST_ROWS: Final = 8192  # of one launch
 
 
-class Plan(NamedTuple):
-    """How a launch is cut: form of the kernel, slices of the channels, groups of blocks.
-
-    Forms: tiles of 32 tokens with 4 or 8 warps, tiles of 64 with 16.
-    """
-
-    form: int
-    slices: int
-    groups: int
-
-    @property
-    def tile(self) -> int:
-        """Tokens of a tile."""
-        return 64 if self.form == 2 else 32
-
-
-def plan(num_rows: int, processors: int) -> Plan:
-    """Cut a launch so that all its blocks run at once, and as many of them as there is work for."""
-    for form, slices in ((0, 40), (1, 20), (1, 10)):
-        tiles = -(-num_rows // 32)
-        if tiles * slices <= processors:
-            return Plan(form, slices, tiles)
-    return Plan(2, 10, max(1, min(processors // 10, -(-num_rows // 64))))
+def groups(num_rows: int, processors: int) -> int:
+    """How many tiles are under way at once: as many as there are, and all their blocks must run."""
+    return max(1, min(processors // SLICES, -(-num_rows // TILE)))
 
 
 _prepared: dict[int, Tensor] = {}
 
 
 def prepared(fn: DenseWeight) -> Tensor:
-    """Return a projection as [chunk, stream, part, output, 32] bf16, two parts that add up to it.
+    """Return a projection as bf16 in the order that tensor instructions read it, in two parts that
+    add up to it: [slice, step, 3, lane, part, half, 2].
 
     Made once per weight, kept as long as the weight lives, as large as its fp32 form.
     """
     key = id(fn.stored)
     if key not in _prepared:
-        whole = fn.fp32().view(OUTPUTS, STREAMS, -1, 32)
+        whole = fn.fp32()
         high = whole.bfloat16()
         low = (whole - high.float()).bfloat16()
-        _prepared[key] = torch.stack([high, low]).permute(3, 2, 0, 1, 4).contiguous()
+        # part, 8-row block, row, stream, slice, step of 16 channels, half, pair, which
+        parts = torch.stack([high, low]).view(2, 3, 8, STREAMS, SLICES, 16, 2, 4, 2)
+        _prepared[key] = parts.permute(4, 3, 5, 1, 2, 7, 0, 6, 8).contiguous()
         weakref.finalize(fn.stored, _prepared.pop, key, None)
     return _prepared[key]
 
@@ -84,9 +68,9 @@ def accepts(h: Tensor, weights: SiteWeights) -> bool:
 @cache
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Sums, squares and counters of the largest launch; counters are zero between launches."""
-    cells = MOST_ROWS * 10 + 4096 * 40
-    sums, squares = (torch.empty(n, device=device) for n in (cells * SUMS, cells))
-    return sums, squares, torch.zeros(MOST_ROWS // 32, dtype=torch.int32, device=device)
+    cells = MOST_ROWS * SLICES
+    sums, squares = (torch.empty(cells * n, device=device) for n in (OUTPUTS, 2))
+    return sums, squares, torch.zeros(MOST_ROWS // TILE, dtype=torch.int32, device=device)
 
 
 def hyper_site(
@@ -100,20 +84,21 @@ def hyper_site(
     hc_eps: float,
     iters: int,
     *,
-    cut: Plan | None = None,
+    num_groups: int | None = None,
 ) -> Site:
     """As the reference."""
-    if not accepts(h, weights) or h.shape[0] > MOST_ROWS:
+    if not accepts(h, weights):
         return triton.hyper_site(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
-    h, y, post, comb, pre = (x.contiguous() for x in (h, y, post, comb, pre))
-    device, num_rows = h.device, h.shape[0]
-    streams, x = torch.empty_like(h), torch.empty_like(y)
-    new_pre, new_post, new_comb = (torch.empty_like(t) for t in (pre, post, comb))
-    if num_rows:
-        cut = cut or plan(num_rows, nvcc.processors(device))
+    given = [x.contiguous() for x in (h, y, post, comb, pre)]
+    made = [torch.empty_like(given[i]) for i in (0, 1, 4, 2, 3)]
+    for begin in range(0, h.shape[0], MOST_ROWS):
+        h, y, post, comb, pre = (x[begin : begin + MOST_ROWS] for x in given)
+        rows = h.shape[0]
         nvcc.call(
-            nvcc.load(SOURCE), "hyper_site", device, h, y, weights.norm, post, comb, pre,
-            prepared(weights.fn), weights.scale, weights.base, streams, x, new_pre,
-            new_post, new_comb, *_workspace(device), num_rows, *cut, iters, norm_eps, hc_eps,
+            nvcc.load(SOURCE), "hyper_site", h.device, h, y, weights.norm, post, comb, pre,
+            prepared(weights.fn), weights.scale, weights.base,
+            *(x[begin : begin + MOST_ROWS] for x in made), *_workspace(h.device), rows,
+            num_groups or groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
         )  # fmt: skip
+    streams, x, new_pre, new_post, new_comb = made
     return streams, x, new_pre, new_post, new_comb

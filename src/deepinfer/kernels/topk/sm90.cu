@@ -19,6 +19,8 @@
 #include "cuda_host_copy.h"
 #else
 #include <cuda_runtime.h>
+
+#include "../bulk.cuh"
 #define LAUNCH(kernel, grid, block, shared, stream, ...) \
   kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
 #define SHARED(name) extern __shared__ __align__(16) unsigned char name[]
@@ -91,35 +93,6 @@ struct Format<u32> {  // float
     return i < 2 ? (i < 1 ? v.x : v.y) : (i < 3 ? v.z : v.w);
   }
 };
-
-#ifndef HOST_TWIN
-__device__ inline u32 address(const void* shared) {
-  return static_cast<u32>(__cvta_generic_to_shared(shared));
-}
-__device__ inline void barrier_begin(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(barrier)) : "memory");
-}
-__device__ inline void barriers_seen() {
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
-// A copy of a multiple of 16 bytes that completes the barrier's phase.
-__device__ inline void bulk_copy(void* to, const void* from, u32 bytes, uint64_t* barrier) {
-  const u32 at = address(barrier);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
-               : "memory");
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-      "r"(address(to)), "l"(from), "r"(bytes), "r"(at) : "memory");
-}
-__device__ inline void barrier_wait(uint64_t* barrier, u32 phase) {
-  u32 done;
-  do {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(address(barrier)), "r"(phase) : "memory");
-  } while (!done);
-}
-#endif
 
 // What a block keeps besides its large arrays.
 struct Scratch {
