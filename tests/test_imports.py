@@ -105,7 +105,7 @@ def test_optional_packages_stay_in_their_place(package: str) -> None:
             assert name.startswith(places), f"{name} imports {package}"
 
 
-LAUNCHERS = ("cluster/launch.py", "replicas/ray.py", "bench/exchange.py", "kernels/nvcc.py")
+LAUNCHERS = ("cluster/launch.py", "replicas/ray.py", "bench/gang.py", "kernels/nvcc.py")
 """These talk to what starts processes, and start some themselves."""
 
 

@@ -9,24 +9,17 @@ back for every choice.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
-from deepinfer.config.mesh import Mesh
+from deepinfer.bench.gang import Gang, gang, rank_options
 from deepinfer.errors import DeepInferError
 from deepinfer.kernels.quantize import round_trip
-from deepinfer.parallel.comm import Group
 from deepinfer.parallel.experts import ExpertExchange, RowShape, Wire, make_exchange
 from deepinfer.parallel.group import Ranks
 
@@ -35,7 +28,6 @@ __all__ = ["main"]
 _EXPERTS: Final = 384
 _ACTIVE: Final = 6
 _WIDTH: Final = 5120
-_SECONDS: Final = 0.15  # of one measurement, about
 
 
 class _Routed:
@@ -56,75 +48,46 @@ class _Routed:
         needed[:, ranks.expert.place] = False
         row_bytes = Wire(True).width(width, _ACTIVE, torch.bfloat16)
         self.sent_bytes = int(needed.sum()) * row_bytes + int(away.sum()) * 2 * width
-
         self._outputs = self.x[:0]
 
     def turn(self, exchange: ExpertExchange) -> Tensor:
-        """Send all rows; take back what `check` has made of them, so that no expert is timed."""
+        """Send all rows; take back what `check` has made, so that no expert is timed.
+
+        What comes back is right only by chance: received rows have no fixed order within a slot.
+        """
         pending = exchange.dispatch(self.x, self.slots, self.weight, self.num_local)
         pending.wait()
         return exchange.combine(pending, self._outputs)
 
     def check(self, exchange: ExpertExchange) -> bool:
-        """Whether every choice's row comes back as it is sent."""
-        pending = exchange.dispatch(self.x, self.slots, self.weight, self.num_local)
-        found = pending.wait()
-        self._outputs = found.values[found.rows]
-        terms = exchange.combine(pending, self._outputs)
+        """Whether every choice's row comes back as it is sent, twice."""
         want = round_trip(self.x, "act8").unsqueeze(1).expand(-1, _ACTIVE, -1)
-        return torch.equal(terms, want) and torch.equal(self.turn(exchange), want)
+        right = True
+        for _ in range(2):
+            pending = exchange.dispatch(self.x, self.slots, self.weight, self.num_local)
+            found = pending.wait()
+            self._outputs = found.values[found.rows]
+            right = torch.equal(exchange.combine(pending, self._outputs), want) and right
+        return right
 
 
-def _timed(group: Group, device: torch.device, work: Callable[[], object]) -> float:
-    """Return seconds of one call, the slowest rank's; all ranks call it as often."""
-    for _ in range(3):
-        work()
-    _wait(device)
-    group.meet()
-    begin = time.perf_counter()
-    work()
-    _wait(device)
-    once = torch.tensor([int(1e9 * (time.perf_counter() - begin))])
-    count = max(3, min(300, int(_SECONDS / (1e-9 * int(group.all_reduce(once, largest=True))))))
-    group.meet()
-    begin = time.perf_counter()
-    for _ in range(count):
-        work()
-    _wait(device)
-    mean = torch.tensor([int(1e9 * (time.perf_counter() - begin) / count)])
-    return 1e-9 * int(group.all_reduce(mean, largest=True))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _graphed(work: Callable[[], object]) -> Callable[[], object]:
-    """Capture calls as one CUDA graph; the caller has run them before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
-
-
-def _bandwidth(ranks: Ranks, num_bytes: int) -> tuple[float, float]:
+def _bandwidth(team: Gang, num_bytes: int) -> tuple[float, float]:
     """Return the seconds and the bytes that left a rank of an all-to-all of so many bytes each."""
-    size = ranks.expert.size
-    x = torch.zeros(size, num_bytes // size, dtype=torch.uint8, device=ranks.device)
+    group = team.ranks.expert
+    x = torch.zeros(group.size, num_bytes // group.size, dtype=torch.uint8)
+    x = x.to(team.ranks.device)
     out = torch.empty_like(x)
-    seconds = _timed(ranks.world, ranks.device, lambda: ranks.expert.all_to_all(out, x).wait())
-    return seconds, x.numel() * (size - 1) / size
+    seconds = team.seconds(lambda: group.all_to_all(out, x).wait())
+    return seconds, x.numel() * (group.size - 1) / group.size
 
 
-def _measure(
-    ranks: Ranks, args: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
-) -> None:
-    device, on_card = ranks.device, ranks.device.type != "cpu"
+def _measure(team: Gang, args: argparse.Namespace) -> None:
+    ranks, best = team.ranks, 0.0
     for num_bytes in args.bytes:
-        seconds, left = _bandwidth(ranks, num_bytes)
-        tell({"what": "all_to_all", "bytes": int(left), "us": round(1e6 * seconds, 1),
-              "gb_s": round(left / seconds / 1e9, 1)})  # fmt: skip
+        seconds, left = _bandwidth(team, num_bytes)
+        best = max(best, left / seconds)
+        team.tell({"what": "all_to_all", "bytes": int(left), "us": round(1e6 * seconds, 1),
+                   "gb_s": round(left / seconds / 1e9, 1)})  # fmt: skip
     shape = RowShape(
         capacity=max(args.rows), columns=args.width, active=_ACTIVE, experts=args.experts,
         dtype=torch.bfloat16,
@@ -132,29 +95,34 @@ def _measure(
     routed = {rows: _Routed(ranks, rows, args.width, args.experts) for rows in args.rows}
     for name in args.back_ends:
         try:
-            exchange = make_exchange(name, ranks.expert, True, 0.0, shape, ranks.store, device)
+            exchange = make_exchange(
+                name, ranks.expert, True, 0.0, shape, ranks.store, ranks.device
+            )
         except (DeepInferError, RuntimeError) as error:
-            tell({"what": name, "error": str(error).splitlines()[0][:200]})
+            team.tell({"what": name, "error": str(error).splitlines()[0][:200]})
             continue
         for rows, batch in routed.items():
             exchange.begin(rows)
-            right = torch.tensor([not batch.check(exchange)], dtype=torch.int64)
-            wrong = bool(ranks.world.all_reduce(right, largest=True))
+            wrong = team.anywhere(not batch.check(exchange))
             entry: dict[str, Any] = {"what": name, "rows": rows, "right": not wrong}
             if not wrong:
                 work = partial(batch.turn, exchange)
-                seconds = _timed(ranks.world, device, work)
-                entry |= _speed(batch, seconds, "")
-                if on_card and name == "symm":
-                    replay = _graphed(work)
-                    entry |= _speed(batch, _timed(ranks.world, device, replay), "graph_")
-            tell(entry)
+                entry |= _speed(batch, team.seconds(work), "", best)
+                if team.on_card and name == "symm":
+                    replay = team.recorded(work)
+                    entry |= _speed(batch, team.seconds(replay), "graph_", best)
+                    if args.split:
+                        entry["kernels_us"] = team.kernels_us(replay)
+            team.tell(entry)
 
 
-def _speed(batch: _Routed, seconds: float, prefix: str) -> dict[str, Any]:
+def _speed(batch: _Routed, seconds: float, prefix: str, best: float) -> dict[str, Any]:
+    """Return a time, bytes that left a rank in it, and their share of the best all-to-all."""
+    rate = batch.sent_bytes / seconds
     return {
         f"{prefix}us": round(1e6 * seconds, 1),
-        f"{prefix}gb_s": round(batch.sent_bytes / seconds / 1e9, 1),
+        f"{prefix}gb_s": round(rate / 1e9, 1),
+        **({f"{prefix}share": round(rate / best, 3)} if best else {}),
     }
 
 
@@ -165,8 +133,7 @@ def _numbers(text: str) -> list[int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print a JSON line for each result."""
     parser = argparse.ArgumentParser(prog="python -m deepinfer.bench.exchange", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    rank_options(parser)
     parser.add_argument("--rows", type=_numbers, default=[32, 512], help="rows of a rank")
     parser.add_argument("--bytes", type=_numbers, default=[1 << 20, 1 << 26], help="of all-to-alls")
     parser.add_argument("--width", type=int, default=_WIDTH)
@@ -174,45 +141,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--back-ends", type=lambda t: t.split(","), default=["exact", "fixed", "gathered"]
     )
-    parser.add_argument("--out", type=Path, help="append the lines to a file, too")
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    leads = args.rank == 0
-    store = TCPStore("127.0.0.1", args.port, is_master=leads, wait_for_workers=False)
-    children = []
-    if leads:
-        given = list(sys.argv[1:] if argv is None else argv)
-        env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
-        for rank in range(1, args.ranks):
-            own = ["--rank", str(rank), "--port", str(store.port)]
-            command = [sys.executable, "-P", "-m", "deepinfer.bench.exchange", *given, *own]
-            children.append(subprocess.Popen(command, env=env))
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", args.rank)
-        torch.cuda.set_device(device)
-
-    def tell(entry: dict[str, Any]) -> None:
-        if leads:
-            line = json.dumps({"ranks": args.ranks, "device": args.device, **entry})
-            print(line, flush=True)
-            if args.out is not None:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
-
-    try:
-        mesh = Mesh(data=args.ranks, expert=args.ranks)
-        ranks = Ranks.connect(mesh, args.rank, device, store, 60.0)
-        _measure(ranks, args, tell)
-        ranks.world.meet()
-        ranks.close()
-        for child in children:
-            child.wait(20)
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
+    parser.add_argument("--split", action="store_true", help="times of symm's kernels, too")
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(given)
+    with gang("deepinfer.bench.exchange", given, args) as team:
+        _measure(team, args)
     return 0
 
 

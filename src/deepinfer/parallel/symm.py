@@ -278,7 +278,9 @@ class Symmetric:
 
         assert pushed.place is not None, "combine before wait"
         layout = self._layout
-        kernels.give_back(outputs, pushed.place, self._bases, layout.returns, self.most_rows)
+        kernels.give_back(
+            outputs, pushed.place, self._bases, layout.returns, self.most_rows, self._place + 1
+        )
         kernels.raise_flags(self._bases, layout.return_flags, self._place, self._return_epoch, 0)
 
     def take_back(self, pushed: _Pushed) -> Tensor:

@@ -44,8 +44,10 @@ __all__ = [
     "raise_flags",
 ]
 
-HEAD_ALIGN = 16
+HEAD_ALIGN = 16  # bytes: rows, headers and values begin at multiples, so that 16 go at once
 _TILE = 1024
+_PUSH_WARPS = 2  # a thread then has two words of eight codes
+_BACK_TILE = 512  # words of eight bytes
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def _push(
             weights = base.to(tl.pointer_type(tl.float32)) + K
             tl.store(weights + choice, tl.load(weight + row * K + choice, own, 0.0), own)
         if wanted:
-            body = (base + HEAD).to(tl.pointer_type(tl.int64))
+            body = tl.multiple_of((base + HEAD).to(tl.pointer_type(tl.int64)), 16)
             tl.store(body + word, words, held)
             if QUANTIZE:
                 scales = (base + HEAD + C).to(tl.pointer_type(tl.uint8))
@@ -220,19 +222,25 @@ def _decode(
 
 @triton.jit
 def _give_back(
-    outputs, place, bases, offset, most, K, words, TILE: tl.constexpr
+    outputs, place, bases, offset, first, most, K, words,
+    SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (received row, choice) writes the choice's output to the row's source."""
-    row = tl.program_id(0).to(tl.int64)
+    """Program (received row, choice, tile) writes a part of a choice's output to the row's source.
+
+    Sources take turns, from `first` on, so that all links and the own memory work at once.
+    """
+    number = tl.program_id(0)
+    source = (number + first) % SIZE
+    row = (number // SIZE).to(tl.int64)
     choice = tl.program_id(1)
-    found = tl.load(place + row * K + choice)
+    found = tl.load(place + (source * most + row) * K + choice)
     if found >= 0:
-        base = tl.load(bases + row // most) + offset
-        target = base.to(tl.pointer_type(tl.int64)) + ((row % most) * K + choice) * words
-        for start in range(0, words, TILE):
-            word = start + tl.arange(0, TILE)
-            held = word < words
-            tl.store(target + word, tl.load(outputs + found * words + word, held, 0), held)
+        base = tl.load(bases + source) + offset
+        target = base.to(tl.pointer_type(tl.int64)) + (row * K + choice) * words
+        target = tl.multiple_of(target, 16)
+        word = tl.program_id(2) * TILE + tl.arange(0, TILE)
+        held = word < words
+        tl.store(target + word, tl.load(outputs + found * words + word, held, 0), held)
 
 
 def choose_slots(
@@ -274,7 +282,7 @@ def push(
         _push, (num_rows, ceil_div(columns, _TILE)), values, slots.contiguous(),
         weight.contiguous(), bases, columns, active, row_bytes, first_row, num_local,
         SIZE=bases.shape[0], BK=next_power(active, 2), TILE=_TILE, QUANTIZE=quantize,
-        HEAD=head_bytes(active),
+        HEAD=head_bytes(active), num_warps=_PUSH_WARPS,
     )  # fmt: skip
 
 
@@ -351,10 +359,17 @@ def decode(
     return out
 
 
-def give_back(outputs: Tensor, place: Tensor, bases: Tensor, offset: int, most: int) -> None:
-    """Write the outputs [P, C] of received rows' choices (place [N * most, k]) to their sources."""
+def give_back(
+    outputs: Tensor, place: Tensor, bases: Tensor, offset: int, most: int, first: int
+) -> None:
+    """Write the outputs [P, C] of received rows' choices (place [N * most, k]) to their sources.
+
+    first  the source whose rows go first; another for every rank
+    """
     words = outputs.contiguous().view(torch.int64)
+    assert words.shape[1] % 2 == 0, "a row is not a multiple of 16 bytes"
+    size, active = bases.shape[0], place.shape[1]
     launch(
-        _give_back, tuple(place.shape), words, place, bases, offset, most, place.shape[1],
-        words.shape[1], TILE=_TILE,
+        _give_back, (size * most, active, ceil_div(words.shape[1], _BACK_TILE)), words, place,
+        bases, offset, first, most, active, words.shape[1], SIZE=size, TILE=_BACK_TILE,
     )  # fmt: skip
