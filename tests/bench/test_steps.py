@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from deepinfer.bench import modelbench
 from deepinfer.bench.enginesteps import RunnerSteps
+from deepinfer.bench.floors import Rates, floor_us, step_loads
 from deepinfer.bench.modelbench import ModelBench, choose_layers, decode_step, split_ops
 from deepinfer.bench.slices import (
     Fabric,
@@ -20,7 +22,8 @@ from deepinfer.bench.slices import (
     statement,
     sync_factor,
 )
-from deepinfer.bench.steps import Asked, measure_slice, measure_steps, read_step, step_table
+from deepinfer.bench.stepreport import goal_of, is_fp8, step_table
+from deepinfer.bench.steps import Asked, measure_slice, measure_steps, read_step
 from deepinfer.cli.main import main
 from deepinfer.config import ModelConfig
 from deepinfer.config.load import load_model_config, released_config
@@ -194,6 +197,47 @@ def test_a_slice_prints_its_statement_with_every_figure(small: ModelConfig) -> N
             assert len(record.sensitivity) == 4 and record.sync >= 1.0
             assert record.pairs > 0
         assert "hot 1.5" in records[0].slice_mode or plan.mode == "fold"
+
+
+def test_a_rank_of_many_holds_few_experts(small: ModelConfig) -> None:
+    """EP64 and EP128 of the released model are one of 64 and of 128: here one of all experts."""
+    ranks = small.n_routed_experts
+    asked = Asked(depth=3, sequences=(2,), rows=2, context=40, ranks=ranks)
+    (record,) = measure_slice(small, "cpu", asked, Slice(ranks=ranks, mode="replay"), FABRIC, 1.25)
+    assert f"rank 0 of {ranks}" in record.statement and record.pairs > 0
+    few = step_loads(small, sequences=2, rows=2, context=40, local_experts=1, drafts=True)
+    all_of_them = dict(few) | {
+        "experts": step_loads(
+            small, sequences=2, rows=2, context=40, local_experts=ranks, drafts=True
+        )["experts"]
+    }
+    assert few["experts"].bytes < all_of_them["experts"].bytes
+    assert set(record.floors) == set(few) and all(us > 0 for us in record.floors.values())
+
+
+def test_the_floor_of_one_request_is_the_notes(released: ModelConfig) -> None:
+    rates = Rates(read=4.68e12, bf16=691e12, fp8=1329e12)
+
+    def floor(sequences: int, **more: Any) -> float:
+        plain = {"rows": 6, "context": 131072, "local_experts": 48, "drafts": True} | more
+        return sum(floor_us(step_loads(released, sequences=sequences, **plain), rates).values())
+
+    assert floor(1, fp8_experts=True) == pytest.approx(6400, rel=0.02)
+    assert floor(1) <= floor(32, fp8_experts=True) < floor(64, fp8_experts=True) < floor(64)
+    prompt = {"rows": 4096, "context": 0, "drafts": False, "head_rows": 1}
+    assert floor(1, kept=140, **prompt) < 0.6 * floor(1, **prompt)
+
+
+def test_goals_stand_beside_the_slices_they_speak_of() -> None:
+    kept = Path(__file__).parents[2] / "benchmarks" / "steps-h200.jsonl"
+    records = [read_step(line) for line in kept.read_text().splitlines()]
+    marked = [record for record in records if goal_of(record) is not None]
+    assert len({(r.sequences, r.rows, is_fp8(r)) for r in marked}) >= 6
+    text, brief = step_table(records), step_table(records, brief=True)
+    for record in marked:
+        assert f"goal {goal_of(record).tokens_per_s:,.0f}" in text  # type: ignore[union-attr]
+        assert f"{record.variants['N1, serial']['tokens_per_s']:,.0f}" in brief
+    assert "Acceptance was set" in brief and len(brief) < len(text)
 
 
 def test_replay_keeps_what_it_drew_and_follows_the_heat(small: ModelConfig) -> None:

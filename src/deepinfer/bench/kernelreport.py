@@ -146,19 +146,36 @@ def sums(records: Sequence[KernelRecord]) -> list[tuple[str, int, str, float]]:
     return found
 
 
-def kernel_table(records: Sequence[KernelRecord]) -> str:
-    """Lay a run out as text: ceilings, members by task and rows, sums, what was left out."""
-    lines: list[str] = []
-    if records:
-        lines += _head(records[0])
-    lines.append(
+def kernel_table(records: Sequence[KernelRecord], brief: bool = False) -> str:
+    """Lay a run out as text: ceilings, members by task and rows, sums, what was left out.
+
+    brief  ceilings and goals alone
+    """
+    lines = _head(records[0]) if records else []
+    if not brief:
+        lines += _members(records)
+    lines += _goal_lines(records)
+    layer = [] if brief else sums(records)
+    if layer:
+        lines += ["", "sums"]
+        lines += [f"{name:<28} {rows:>6}  {who:<24} {us:>9.1f}" for name, rows, who, us in layer]
+    return "\n".join(lines)
+
+
+def _members(records: Sequence[KernelRecord]) -> list[str]:
+    lines = [
         f"{'task':<28} {'rows':>6}  {'implementation':<24} {'us':>9} {'cool':>9} {'floor':>6}"
         f" {'error':>8}  note"
-    )
+    ]
     ordered = sorted(records, key=lambda r: (r.task, r.rows))
     for (task, rows), group in groupby(ordered, key=lambda r: (r.task, r.rows)):
         for record in sorted(group, key=lambda r: (bool(r.failed), r.us)):
             lines.append(f"{task:<28} {rows:>6}  {_line(record)}")
+    return lines
+
+
+def _goal_lines(records: Sequence[KernelRecord]) -> list[str]:
+    lines: list[str] = []
     marks = reached(records)
     if marks:
         lines += ["", f"{'goal':<24} {'rows':>6} {'goal us':>8} {'ours':>8} {'library':>8}"]
@@ -173,11 +190,7 @@ def kernel_table(records: Sequence[KernelRecord]) -> str:
         lines.append(
             f"{goal.name:<24} {goal.rows:>6} {goal.us:>8g} {ours:>8} {peer:>8}  {verdict:<8} {who}"
         )
-    layer = sums(records)
-    if layer:
-        lines += ["", "sums"]
-        lines += [f"{name:<28} {rows:>6}  {who:<24} {us:>9.1f}" for name, rows, who, us in layer]
-    return "\n".join(lines)
+    return lines
 
 
 def _head(record: KernelRecord) -> list[str]:

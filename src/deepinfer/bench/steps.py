@@ -10,6 +10,8 @@ from typing import Any, Final, Literal
 
 import torch
 
+from deepinfer.bench.ceilings import Ceilings, measure_ceilings
+from deepinfer.bench.floors import Rates, floor_us, step_loads
 from deepinfer.bench.machine import describe_card, describe_machine, describe_versions
 from deepinfer.bench.modelbench import (
     ModelBench,
@@ -35,9 +37,10 @@ from deepinfer.bench.slices import (
 from deepinfer.config import ModelConfig
 from deepinfer.device import pick_device
 from deepinfer.errors import ConfigError
+from deepinfer.kernels.table import W4A8
 from deepinfer.model.fast.inputs import ReplayMode
 
-__all__ = ["Asked", "StepRecord", "measure_slice", "measure_steps", "read_step", "step_table"]
+__all__ = ["Asked", "StepRecord", "measure_slice", "measure_steps", "read_step"]
 
 Form = Literal["layer", "decode", "prefill", "slice"]
 
@@ -82,6 +85,9 @@ class StepRecord:
     kernels       name -> microseconds of the largest kernels of that step
     variants      name -> {"step_us", "tokens_per_s"} with the network of a slice
     sensitivity   the same for other latencies and rates
+    floors        part -> microseconds below which no version of it runs (`bench/floors.py`)
+    ceilings      what the chip reads and multiplies, measured in the same run
+    replay        of a prefill, what its decoder half runs
     statement     what the figures of a slice rest on, "" for others
     """
 
@@ -111,6 +117,9 @@ class StepRecord:
     choices: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sensitivity: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    floors: Mapping[str, float] = field(default_factory=dict)
+    ceilings: Mapping[str, float] = field(default_factory=dict)
+    replay: str = ""
     used: Sequence[Sequence[str]] = ()
     law: str = ""
     slice_mode: str = ""
@@ -142,10 +151,14 @@ def measure_steps(
     _check(config, asked, plan)
     records: list[StepRecord] = []
     bench: ModelBench | None = None
+    chip = _chip(device)
     for sequences in asked.sequences:
         bench, step = _prepare(form, config, device, asked, sequences, plan, bench)
         timed, split = _run(bench, step, asked.split, form != "prefill")
-        records.append(_record(form, bench, asked, timed, split, _own_tokens(form, bench)))
+        tokens = _own_tokens(form, bench)
+        records.append(
+            _record(form, bench, asked, timed, split, tokens, plan, chip, form == "prefill")
+        )
         tell(f"{form}: {sequences} x {asked.rows} rows {timed.us:,.0f} us ({timed.mode})")
     return records
 
@@ -168,6 +181,7 @@ def measure_slice(
     form: Form = "prefill" if prefill else "decode"
     records: list[StepRecord] = []
     bench: ModelBench | None = None
+    chip = _chip(device)
     for sequences in asked.sequences:
         bench, step = _prepare(form, config, device, asked, sequences, plan, bench)
         exchanges: tuple[Replayed, ...] = ()
@@ -175,7 +189,7 @@ def measure_slice(
             exchanges = install(plan, bench.model, sequences * asked.rows, bench.device)
         timed, split = _run(bench, step, asked.split, not prefill)
         tokens = float(sequences * asked.rows) if prefill else accepted * sequences
-        record = _record("slice", bench, asked, timed, split, tokens)
+        record = _record("slice", bench, asked, timed, split, tokens, plan, chip, prefill)
         drawn = [rows.pick.shape[0] for e in exchanges for rows in e.drawn.values()]
         pairs = sum(drawn) / len(drawn) if drawn else 0.0
         records.append(_with_network(record, bench, asked, plan, fabric, accepted, prefill, pairs))
@@ -197,6 +211,43 @@ def _check(config: ModelConfig, asked: Asked, plan: Slice | None) -> None:
         problems.append("hot: folded choices are even; use the mode replay")
     if problems:
         raise ConfigError("the step cannot be measured as asked", problems)
+
+
+def _chip(device: str) -> Ceilings:
+    """Measure what the chip does at most, before weights fill its memory."""
+    picked = pick_device(device)
+    picked.bind_thread()
+    with torch.inference_mode():
+        found = measure_ceilings(picked.torch_device)
+    if picked.torch_device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _floors(
+    bench: ModelBench, asked: Asked, plan: Slice | None, chip: Ceilings, prefill: bool
+) -> dict[str, float]:
+    """Return the least time of every part of a step on this chip, under steady load."""
+    config = bench.config
+    bounded = prefill and asked.replay != "off"
+    loads = step_loads(
+        config,
+        sequences=bench.sequences,
+        rows=bench.rows,
+        context=bench.context,
+        local_experts=plan.experts(config)[1] if plan is not None else config.n_routed_experts,
+        drafts=bench.with_drafts and not prefill,
+        fp8_experts=bench.model.ops.choices["routed_experts"].name == W4A8,
+        kept=asked.keep if bounded else None,
+        head_rows=1 if prefill else None,
+        hot=plan.hot if plan is not None else 1.0,
+    )
+    rates = Rates(
+        read=max(chip.read, chip.copy),
+        bf16=chip.bf16_steady or chip.bf16,
+        fp8=chip.fp8_steady or chip.bf16_steady or chip.bf16,
+    )
+    return floor_us(loads, rates)
 
 
 def _prepare(
@@ -268,6 +319,9 @@ def _record(
     timed: StepTime,
     split: OpSplit | None,
     tokens: float,
+    plan: Slice | None,
+    chip: Ceilings,
+    prefill: bool,
 ) -> StepRecord:
     card = bench.device.type == "cuda"
     blocks = bench.config.num_hidden_layers
@@ -295,6 +349,9 @@ def _record(
         ops=split.ops if split else {},
         kinds=split.kinds if split else {},
         kernels=split.kernels if split else {},
+        floors=_floors(bench, asked, plan, chip, prefill),
+        ceilings=asdict(chip),
+        replay=asked.replay if prefill else "",
         used=asked.use,
         choices={op: choice.name for op, choice in bench.model.ops.choices.items()},
         when=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -336,7 +393,8 @@ def _with_network(
         + net.with_fabric(latency, rate).serial_us
         for latency, rate in _SPREAD
     }
-    share = sum(us for op, us in record.ops.items() if "expert" in op) / record.step_us
+    parts_us = {op: us for op, us in record.ops.items() if op != "other"} or record.floors
+    share = sum(us for op, us in parts_us.items() if "expert" in op) / record.step_us
     sync = sync_factor(plan, bench.config, tokens, min(1.0, share))
     law = (
         "a prompt's chunk counts whole"
@@ -411,62 +469,3 @@ def _shared_us(bench: ModelBench, tokens: int) -> float:
         found = clock.timing().us
         clock.close()
     return found
-
-
-# What people read
-
-
-def step_table(records: Sequence[StepRecord]) -> str:
-    """Lay records out as text; the statement of a slice goes with its figures."""
-    return "\n\n".join(_lines(record) for record in records)
-
-
-def _lines(record: StepRecord) -> str:
-    where = record.machine.get("card") or record.machine.get("cpu", "?")
-    what: str = record.form
-    if record.form == "slice":
-        what = f"slice of EP{record.ranks} ({record.slice_mode})"
-    elif record.ranks > 1:
-        what += f", experts of one rank of {record.ranks}"
-    lines = [
-        f"{what}, {where}, {record.when}",
-        f"  {record.depth} of {record.of_depth} layers, {record.sequences} sequences x "
-        f"{record.rows} rows, context {record.context:,}; {record.pairs:,.0f} (token, expert) "
-        "pairs a layer",
-        f"  step {record.step_us:,.0f} us loaded, {record.burst_us:,.0f} us cool ({record.mode}); "
-        f"{record.tokens_per_s:,.0f} tokens/s",
-    ]
-    if record.wall_us is not None and record.idle is not None:
-        lines.append(f"  from step to step {record.wall_us:,.0f} us, device idle {record.idle:.1%}")
-    if record.used:
-        lines.append("  instead of the first: " + ", ".join(f"{o}={n}" for o, n in record.used))
-    if record.launches:
-        lines.append(
-            f"  {record.launches} kernels, {record.launches_per_layer:.1f} a layer of the backbone"
-        )
-    if record.peak_bytes:
-        lines.append(
-            f"  memory: weights {record.weight_bytes / 1e9:.1f} GB, caches "
-            f"{record.cache_bytes / 1e9:.1f} GB, peak {record.peak_bytes / 1e9:.1f} GB"
-        )
-    if record.kinds:
-        parts = ", ".join(f"{name} {us:,.0f}" for name, us in record.kinds.items())
-        lines.append(f"  a layer by kind, us: {parts}")
-    if record.ops:
-        total = sum(record.ops.values())
-        lines.append(f"  by op, us (sum {total:,.0f}, run without a graph):")
-        lines += [
-            f"    {op:<20} {us:>10,.0f} {us / total:>6.1%}  {record.choices.get(op, '')}"
-            for op, us in record.ops.items()
-            if us >= 0.002 * total
-        ]
-    for title, found in (("network", record.variants), ("other fabrics", record.sensitivity)):
-        if found:
-            lines.append(f"  {title}:")
-            lines += [
-                f"    {name:<36} {v['step_us']:>10,.0f} us {v['tokens_per_s']:>9,.0f} tokens/s/GPU"
-                for name, v in found.items()
-            ]
-    if record.statement:
-        lines.append(f"  {record.statement}")
-    return "\n".join(lines)

@@ -109,6 +109,9 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     speculation.set_defaults(func=run)
     show = forms.add_parser("show", help="print kept figures", description="Print kept figures.")
     show.add_argument("file", nargs="?", default=_FILE, metavar="FILE", help=f"records ({_FILE})")
+    show.add_argument(
+        "--brief", action="store_true", help="goals of kernels, a line for each step, no parts"
+    )
     show.add_argument("--plot", metavar="FILE", help="draw kernels' points as PNG")
     show.set_defaults(func=run)
 
@@ -274,7 +277,8 @@ def _add_slice(parser: argparse.ArgumentParser) -> None:
 
 def _run_steps(args: argparse.Namespace) -> int:
     from deepinfer.bench.slices import Fabric, Slice
-    from deepinfer.bench.steps import Asked, measure_slice, measure_steps, step_table
+    from deepinfer.bench.stepreport import step_table
+    from deepinfer.bench.steps import Asked, measure_slice, measure_steps
     from deepinfer.config.load import load_model_config, released_config
 
     config = released_config()
@@ -343,11 +347,12 @@ def _run_kernels(args: argparse.Namespace) -> int:
     return 0 if any(not record.failed for record in records) else 1
 
 
-def _show(file: Path, plot: Path | None) -> str:
+def _show(file: Path, plot: Path | None, brief: bool) -> str:
     """Lay out what a file holds, whichever suite wrote it; draw it where kernels did."""
     from deepinfer.bench.kernelreport import kernel_table
     from deepinfer.bench.kernels import read_record
-    from deepinfer.bench.steps import read_step, step_table
+    from deepinfer.bench.stepreport import step_table
+    from deepinfer.bench.steps import read_step
 
     with suppress(ConfigError):
         records = read_lines(file, read_record)
@@ -355,11 +360,11 @@ def _show(file: Path, plot: Path | None) -> str:
             from deepinfer.bench.plot import draw_kernels
 
             draw_kernels(records, plot)
-        return kernel_table(records)
+        return kernel_table(records, brief)
     if plot is not None:
         raise ConfigError(f"{file} holds no records of kernels: there is nothing to draw")
     with suppress(ConfigError):
-        return step_table(read_lines(file, read_step))
+        return step_table(read_lines(file, read_step), brief)
     return table(read(file))
 
 
@@ -367,7 +372,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print, or print what a file holds."""
     if args.form == "show":
         plot = None if args.plot is None else Path(args.plot).expanduser()
-        print(_show(Path(args.file).expanduser(), plot))
+        print(_show(Path(args.file).expanduser(), plot, args.brief))
         return 0
     if args.form == "speculation":
         return _simulate(args)
