@@ -16,7 +16,7 @@ from typing import Final, Literal
 import torch
 
 from deepinfer.bench.machine import describe_machine, describe_versions
-from deepinfer.bench.report import Figure, Record
+from deepinfer.bench.report import Figure, Record, changed_settings
 from deepinfer.bench.workload import Job, log_normal_mix, longest_first
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import PACKAGED_MODELS
@@ -115,8 +115,6 @@ def measure_batching(
         ("p99_wait", "s", "lower", waits, "from submission to first token, 99th of 100"),
     ]
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    plain = EngineConfig().to_dotted()
-    changed = {k: v for k, v in config.to_dotted().items() if v != plain[k]}
     machine, versions = describe_machine(), describe_versions()
     return [
         Record(
@@ -134,7 +132,7 @@ def measure_batching(
             threads=torch.get_num_threads(),
             machine=machine,
             versions=versions,
-            settings=changed,
+            settings=changed_settings(config),
         )
         for name, unit, better, values, how in figures
     ]

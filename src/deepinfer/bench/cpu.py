@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 
 from deepinfer.bench.machine import describe_machine, describe_versions
-from deepinfer.bench.report import Figure, Record
+from deepinfer.bench.report import Figure, Record, changed_settings
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import PACKAGED_MODELS
 from deepinfer.engine.request import Completion, SamplingParams
@@ -84,7 +84,7 @@ def measure_cpu(
             threads=threads,
             machine=machine,
             versions=describe_versions(),
-            settings=_changed(config),
+            settings=changed_settings(config),
         )
         for figure in found
     ]
@@ -122,12 +122,6 @@ def _load_average() -> dict[str, str]:
         return {"load_before": f"{os.getloadavg()[0]:.2f}"}
     except (OSError, AttributeError):
         return {}
-
-
-def _changed(config: EngineConfig) -> dict[str, object]:
-    """Return the settings that are not the defaults."""
-    plain = EngineConfig().to_dotted()
-    return {key: value for key, value in config.to_dotted().items() if value != plain[key]}
 
 
 def _figures(llm: LLM, sizes: Sizes) -> list[_Measure]:
@@ -279,7 +273,7 @@ def _overhead(llm: LLM, sizes: Sizes) -> float:
 
 def _measure_loads(model: str, config: EngineConfig, repeat: int) -> list[dict[str, float]]:
     """Load the model in fresh processes, one after the other; raises DeepInferError."""
-    sets = [f"{key}={_spelled(value)}" for key, value in _changed(config).items()]
+    sets = [f"{key}={_spelled(value)}" for key, value in changed_settings(config).items()]
     command = [sys.executable, "-m", _LOAD_MODULE, model, *sets]
     found = []
     for _ in range(repeat):

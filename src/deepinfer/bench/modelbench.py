@@ -135,7 +135,6 @@ class OpSplit:
 
 
 _FASTEST: Final = NumericsConfig(batch_invariant=False)
-"""Benchmarks take every kernel, also those whose bits for a row depend on its batch."""
 
 
 class ModelBench:
@@ -155,12 +154,15 @@ class ModelBench:
         seed: int = 0,
         model: FastModel | None = None,
         use: Sequence[tuple[str, str]] = (),
+        numerics: NumericsConfig | None = None,
     ) -> None:
         """Make the model, caches for `sequences` of `context` tokens and `rows` more each.
 
         model  one that was made with the same config, depth, experts and drafts, to go on with
         use    (op, implementation) to take instead of the table's first, also those that the
                engine does not choose
+        numerics  settings of the engine; by default every kernel, also those whose bits for a
+                  row depend on its batch
         Raises ConfigError for one that the table does not have for this device.
         """
         self.whole = config
@@ -172,7 +174,12 @@ class ModelBench:
         self.with_drafts = drafts and config.num_nextn_predict_layers > 0
         before = _allocated(device)
         self.model: FastModel = model or random_model(
-            config, device, experts, seed, numerics=_FASTEST, with_drafts=self.with_drafts
+            config,
+            device,
+            experts,
+            seed,
+            numerics=numerics or _FASTEST,
+            with_drafts=self.with_drafts,
         )
         self.weight_bytes = _allocated(device) - before
         self.model.ops = ops = with_implementations(self.model.ops, use, device)

@@ -9,13 +9,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, Literal, Protocol, TypeVar
 
+from deepinfer.config.engine import EngineConfig
 from deepinfer.config.fields import show
 from deepinfer.errors import ConfigError
 
-__all__ = ["Figure", "Record", "append", "read", "read_lines", "table"]
+__all__ = ["Figure", "Record", "append", "changed_settings", "read", "read_lines", "table"]
 
 _FORMAT: Final = 1
 _Line = TypeVar("_Line")
+
+
+def changed_settings(config: EngineConfig) -> dict[str, object]:
+    """Return the settings that are not the defaults, by dotted key."""
+    plain = EngineConfig().to_dotted()
+    return {key: value for key, value in config.to_dotted().items() if value != plain[key]}
 
 
 class _Spelled(Protocol):

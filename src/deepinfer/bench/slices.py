@@ -291,9 +291,8 @@ def statement(
         f"random weights and random cached bytes; {made}. Acceptance was set, not earned: {law}. "
         f"No other rank existed: exchanges are a model of {link}, added to what was measured, and "
         "waiting for the fullest rank is estimated by simulation at a factor of "
-        f"{sync:.3f} that the figures do not contain. Kernels whose bits depend on the batch were "
-        "allowed (numerics.batch_invariant off). Two micro-batches would read the weights twice, "
-        "which their row leaves out. Not covered: contention in the fabric, processors that "
-        "copies occupy, stragglers, the hosts of other ranks, failures, skewed routing of real "
-        "text, and the quality of the output."
+        f"{sync:.3f} that the figures do not contain. Two micro-batches would read the weights "
+        "twice, which their row leaves out. Not covered: contention in the fabric, processors "
+        "that copies occupy, stragglers, the hosts of other ranks, failures, skewed routing of "
+        "real text, and the quality of the output."
     )

@@ -138,6 +138,8 @@ def _lines(record: StepRecord) -> list[str]:
     if record.wall_us is not None and record.idle is not None:
         lines.append(f"  from step to step {record.wall_us:,.0f} us, device idle {record.idle:.1%}")
     lines += _marks(record)
+    if record.settings:
+        lines.append("  settings: " + ", ".join(f"{k}={v}" for k, v in record.settings.items()))
     if record.used:
         lines.append("  instead of the first: " + ", ".join(f"{o}={n}" for o, n in record.used))
     if record.launches:

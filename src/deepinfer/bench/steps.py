@@ -35,6 +35,7 @@ from deepinfer.bench.slices import (
     sync_factor,
 )
 from deepinfer.config import ModelConfig
+from deepinfer.config.engine import NumericsConfig
 from deepinfer.device import pick_device
 from deepinfer.errors import ConfigError
 from deepinfer.kernels.table import W4A8
@@ -59,6 +60,8 @@ class Asked:
     ranks      the experts held are those of one rank of so many
     keep       under bounded replay, the positions that the decoder half runs
     use        (op, implementation) to take instead of the table's first
+    numerics   the engine's settings, None = the fastest of them
+    settings   those that differ from the defaults, for the record
     """
 
     depth: int | None
@@ -72,6 +75,8 @@ class Asked:
     split: bool = True
     seed: int = 0
     use: tuple[tuple[str, str], ...] = ()
+    numerics: NumericsConfig | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,7 @@ class StepRecord:
     floors        part -> microseconds below which no version of it runs (`bench/floors.py`)
     ceilings      what the chip reads and multiplies, measured in the same run
     replay        of a prefill, what its decoder half runs
+    settings      dotted keys that differ from the defaults
     statement     what the figures of a slice rest on, "" for others
     """
 
@@ -120,6 +126,7 @@ class StepRecord:
     floors: Mapping[str, float] = field(default_factory=dict)
     ceilings: Mapping[str, float] = field(default_factory=dict)
     replay: str = ""
+    settings: Mapping[str, object] = field(default_factory=dict)
     used: Sequence[Sequence[str]] = ()
     law: str = ""
     slice_mode: str = ""
@@ -280,6 +287,7 @@ def _prepare(
             seed=asked.seed,
             model=model,
             use=asked.use,
+            numerics=asked.numerics,
         )
         bench.weight_bytes = bench.weight_bytes or weight_bytes
         if prefill:
@@ -352,6 +360,7 @@ def _record(
         floors=_floors(bench, asked, plan, chip, prefill),
         ceilings=asdict(chip),
         replay=asked.replay if prefill else "",
+        settings=asked.settings,
         used=asked.use,
         choices={op: choice.name for op, choice in bench.model.ops.choices.items()},
         when=datetime.now(UTC).isoformat(timespec="seconds"),

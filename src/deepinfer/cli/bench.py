@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from deepinfer.bench.report import Record, append, read, read_lines, table
+from deepinfer.bench.report import Record, append, changed_settings, read, read_lines, table
 from deepinfer.cli.common import SubParsers, add_settings, engine_config, note, positive
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 from deepinfer.errors import ConfigError
@@ -235,6 +235,7 @@ def _add_steps(forms: SubParsers[argparse.ArgumentParser]) -> None:
             metavar="OP=NAME",
             help="take this implementation of an op, also one that the engine does not choose",
         )
+        add_settings(parser)
         parser.add_argument("--no-drafts", action="store_true", help="leave the draft blocks out")
         parser.add_argument(
             "--no-split", action="store_true", help="time the step only, without its ops"
@@ -288,6 +289,8 @@ def _run_steps(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out).expanduser()
     if out is not None:
         append(out, [])
+    # The fastest kernels unless told otherwise, also those whose bits depend on the batch.
+    settings = engine_config(args, numerics__batch_invariant="false")
     prefill = args.form == "prefill" or (args.form == "slice" and args.prefill)
     asked = Asked(
         depth=args.depth,
@@ -300,6 +303,8 @@ def _run_steps(args: argparse.Namespace) -> int:
         drafts=not args.no_drafts,
         split=not args.no_split,
         use=tuple((op, name) for op, _, name in (text.partition("=") for text in args.use)),
+        numerics=settings.numerics,
+        settings=changed_settings(settings),
     )
     if args.form == "slice":
         plan = Slice(ranks=args.ranks, mode=args.mode, hot=args.hot)
