@@ -326,3 +326,11 @@ def test_records_of_others_are_refused() -> None:
     for line in ("[]", '{"format": 1, "suite": "kernels"}', '{"format": 1, "suite": "steps"}'):
         with pytest.raises(ValueError):
             read_step(line)
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    root = Path(__file__).parents[2]
+    kept = (root / "benchmarks" / "steps-h200.jsonl").read_text().splitlines()
+    table = step_table([read_step(line) for line in kept], brief=True).partition("\n\n")[0]
+    page = (root / "docs" / "benchmarks.md").read_text()
+    assert "\n".join(line.rstrip() for line in table.splitlines()) in page
