@@ -29,19 +29,21 @@ from deepinfer.kernels.paged_index import sm90 as index
 from deepinfer.kernels.paged_index.reference import paged_index_score
 from deepinfer.kernels.quantize.reference import round_trip
 from deepinfer.kernels.rms_norm.reference import rms_norm
+from deepinfer.kernels.rope import reference as rope_reference
+from deepinfer.kernels.rope import sm90 as rope
 from deepinfer.kernels.topk import reference as topk_reference
 from deepinfer.kernels.topk import sm90 as topk
 
 SOURCES = {
     f"{source.parent.name}_{source.stem}": source
-    for source in (topk.SOURCE, index.SOURCE, site.SOURCE)
+    for source in (topk.SOURCE, index.SOURCE, site.SOURCE, rope.SOURCE)
 }
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    """The three sources as libraries of this machine."""
+    """The sources as libraries of this machine."""
     folder = tmp_path_factory.mktemp("host")
     flags = (
         "-std=c++17",
@@ -237,10 +239,35 @@ def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(se
         off = (got[1].double() - x).abs() - 2**-7 * x.abs()
         assert off.max() <= 0.02 and (off > 0).double().mean() < 1e-3  # a flipped bit of the mix
         mix = hyper_mix(got[0], DenseWeight(fn, fn), scale, base, 1e-20, 1e-6, 20)
+        alone = site.coefficients(got[0], DenseWeight(fn, fn), scale, base, 1e-20, 1e-6, 20)
+        assert not site._workspace(h.device)[2].any()
+        assert all(torch.equal(x, y) for x, y in zip(got[2:], alone, strict=True))
         for mine, theirs in zip(got[2:], mix, strict=True):
             assert ((mine - theirs).abs() <= 4e-5 * theirs.square().mean().sqrt()).all()
         first = first or [x[:3] for x in got]
         assert all(torch.equal(x[:3], y) for x, y in zip(got, first, strict=True))
+
+
+@needs_gcc
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("heads", [1, 5, 40])
+def test_rotations_equal_the_reference(heads: int, quantize: bool, seed: int) -> None:
+    """Also inside wider rows, and with groups of zeros and of one large value."""
+    gen = torch.Generator().manual_seed(seed)
+    wide = torch.randn(3, heads, 520, generator=gen).bfloat16()
+    wide[0, 0, 64:96], wide[1, 0, 8] = 0, 448 * 2.0**9
+    x = wide[..., :512]
+    angles = rope_reference.cos_sin(torch.tensor([0, 5, 70000]), torch.rand(32, generator=gen))
+    for inverse in (False, True):
+        want = rope_reference.rotate_tail(x, *angles, inverse, False, quantize)
+        copy = wide.clone()
+        given = copy[..., :512]
+        assert rope.accepts(given, *angles, True, quantize)
+        got = rope.rotate_tail(given, *angles, inverse, True, quantize)
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+        assert got.data_ptr() == copy.data_ptr()
+        assert torch.equal(copy[..., 512:], wide[..., 512:])
 
 
 def test_all_blocks_run_at_once() -> None:

@@ -57,6 +57,8 @@ _OWN: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "cos_sin": _portable("rope"),
     "rotate_tail": _portable("rope"),
     "latent_entry": _portable("latent"),
+    "latent_store": _portable("latent"),
+    "entry_store": _portable("latent"),
     "round_trip": _portable("quantize", "rounding by table"),
     "fp8_linear": _portable("linear", _BUFFERS),
     "dense_linear": _portable("linear", _BUFFERS),
@@ -65,6 +67,7 @@ _OWN: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "swiglu": _portable("expert_linear", _NUMPY),
     "routed_experts": _portable("routed_experts", "its ops in numpy"),
     "route": _portable("router", _NUMPY),
+    "route_rounded": _portable("router"),
     "hyper_mix": _portable("hyper", _NUMPY),
     "hyper_collapse": _portable("hyper", _NUMPY),
     "hyper_expand": _portable("hyper"),
@@ -137,6 +140,10 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
             name="cuda whole",
         ),
     ),
+    "rotate_tail": (
+        _hopper("rope.sm90", "tails in place, rounding behind; not timed yet", chosen=False),
+    ),
+    "hyper_mix": (_hopper("hyper.sm90", "a site's kernel; not timed yet", chosen=False),),
     "hyper_site": (_hopper("hyper_site.sm90", "one launch, whole stretches of a token"),),
     "paged_index_score": (
         _hopper("paged_index.sm90", "FP4 keys decoded into registers, products in FP8"),

@@ -11,6 +11,8 @@
 // for the others and makes the norm's factors, one makes the coefficients of one token of a tile.
 // All blocks must run at the same time: no more than the card has multiprocessors are launched.
 //
+// Without an output the streams stay as they are: only the coefficients are made, nothing is waited for.
+//
 // All sums over channels have one fixed order: a token's bits depend on nothing but the token.
 
 #ifdef HOST_TWIN
@@ -39,7 +41,9 @@ constexpr int kRow = kDepth * 2 + 16;                  // bytes of a token's str
 constexpr int kLag = 2;                                // tiles between publishing and coming back
 constexpr int kInputs = kTokens * kSlice * 2;          // bytes of a tile's mixed input
 constexpr int kCells = kTokens * kOut;
-constexpr int kLeaving = 2 * kSlices + kTokens;        // counts of a tile until it is done with
+// Counts of a tile until it is done with, with and without the normed input.
+template <bool WHOLE>
+constexpr u32 kLeaving = kSlices + kTokens + (WHOLE ? kSlices : 0);
 
 struct Site {
   const u16 *h, *y, *norm_weight;      // [T, 4, C], [T, C], [C]
@@ -190,6 +194,7 @@ __device__ inline void coefficients(const Site& p, const float* sums, int row) {
 constexpr int kShared = kWeights + kTokens * kRow + (kLag + 1) * kInputs + kWarps * kCells * 4 +
                         kWarps * 24 * 4 + 32 * (kOut + 1) * 4 + (kLag + 1) * kTokens * 4 + 32;
 
+template <bool WHOLE>
 __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   SHARED(memory);
   unsigned char* weights = memory;
@@ -219,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
     return;
   }
   if (warp == kWarps + 1) {
-    for (int i = 0; i < num_tiles; ++i) {
+    for (int i = 0; WHOLE && i < num_tiles; ++i) {
       const int tile = tile_of(i);
       if (lane == 0) wait_for(p.counters + tile, kSlices);
       __syncwarp();
@@ -234,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       __syncwarp();
       if (lane == 0) {
         add_local(finished);
-        count_out(p.counters + tile, kLeaving);
+        count_out(p.counters + tile, kLeaving<WHOLE>);
       }
     }
     return;
@@ -256,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
         totals[i % 32 * (kOut + 1) + lane] = sum;
       }
       __syncwarp();
-      if (lane == 0) count_out(p.counters + tile, kLeaving);
+      if (lane == 0) count_out(p.counters + tile, kLeaving<WHOLE>);
       if (i % 32 == 31 || i + 1 == num_tiles) {  // a lane for each tile
         const int row = tile_of(i / 32 * 32 + lane) * kTokens + slice;
         if (lane <= i % 32 && row < p.num_rows) coefficients(p, totals + lane * (kOut + 1), row);
@@ -279,6 +284,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
     const u16* from = p.h + static_cast<int64_t>(row) * kStreams * kWidth + channel;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) v[j] = load_once(from + j * kWidth);
+    if (!WHOLE) return;
     v[4] = load_once(p.y + static_cast<int64_t>(row) * kWidth + channel);
     if (lane < 24) {
       coef = lane < 4 ? p.post[row * 4 + lane]
@@ -287,52 +293,61 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   };
   read(0);
   meet();  // the barrier is seen by all
-  for (int i = 0; i < num_tiles + kLag; ++i) {
+  for (int i = 0; i < num_tiles + (WHOLE ? kLag : 0); ++i) {
     if (i < num_tiles) {
       const int tile = tile_of(i), row = tile * kTokens + warp;
-      if (lane < 24) coefs[warp * 24 + lane] = coef;
-      __syncwarp();
-      Four post, pre, comb[4];
-      post.load(coefs + warp * 24);
-      pre.load(coefs + warp * 24 + 4);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) comb[j].load(coefs + warp * 24 + 8 + 4 * j);
       float streams_squared = 0.f, input_squared = 0.f;
+      if constexpr (WHOLE) {
+        if (lane < 24) coefs[warp * 24 + lane] = coef;
+        __syncwarp();
+        Four post, pre, comb[4];
+        post.load(coefs + warp * 24);
+        pre.load(coefs + warp * 24 + 4);
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const float y0 = low_half(word(v[4], q)), y1 = high_half(word(v[4], q));
-        float h0[4], h1[4], x0 = 0.f, x1 = 0.f;
+        for (int j = 0; j < 4; ++j) comb[j].load(coefs + warp * 24 + 8 + 4 * j);
 #pragma unroll
-        for (int s = 0; s < 4; ++s) {
-          h0[s] = low_half(word(v[s], q)), h1[s] = high_half(word(v[s], q));
-        }
+        for (int q = 0; q < 4; ++q) {
+          const float y0 = low_half(word(v[4], q)), y1 = high_half(word(v[4], q));
+          float h0[4], h1[4], x0 = 0.f, x1 = 0.f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float n0 = comb[0].at[j] * h0[0], n1 = comb[0].at[j] * h1[0];
-#pragma unroll
-          for (int s = 1; s < 4; ++s) {
-            n0 = fmaf(comb[s].at[j], h0[s], n0), n1 = fmaf(comb[s].at[j], h1[s], n1);
+          for (int s = 0; s < 4; ++s) {
+            h0[s] = low_half(word(v[s], q)), h1[s] = high_half(word(v[s], q));
           }
-          n0 = fmaf(post.at[j], y0, n0), n1 = fmaf(post.at[j], y1, n1);
-          const u32 both = bf16_pair(n0, n1);
-          set_word(v[j], q, both);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            float n0 = comb[0].at[j] * h0[0], n1 = comb[0].at[j] * h1[0];
+#pragma unroll
+            for (int s = 1; s < 4; ++s) {
+              n0 = fmaf(comb[s].at[j], h0[s], n0), n1 = fmaf(comb[s].at[j], h1[s], n1);
+            }
+            n0 = fmaf(post.at[j], y0, n0), n1 = fmaf(post.at[j], y1, n1);
+            const u32 both = bf16_pair(n0, n1);
+            set_word(v[j], q, both);
+            const float f0 = low_half(both), f1 = high_half(both);
+            streams_squared = fmaf(f0, f0, fmaf(f1, f1, streams_squared));
+            x0 = fmaf(pre.at[j], f0, x0), x1 = fmaf(pre.at[j], f1, x1);
+          }
+          const u32 both = bf16_pair(x0, x1);
+          set_word(v[4], q, both);
+          const float f0 = low_half(both), f1 = high_half(both);
+          input_squared = fmaf(f0, f0, fmaf(f1, f1, input_squared));
+        }
+      } else {
+#pragma unroll
+        for (int q = 0; q < 16; ++q) {
+          const u32 both = word(v[q % 4], q / 4);
           const float f0 = low_half(both), f1 = high_half(both);
           streams_squared = fmaf(f0, f0, fmaf(f1, f1, streams_squared));
-          x0 = fmaf(pre.at[j], f0, x0), x1 = fmaf(pre.at[j], f1, x1);
         }
-        const u32 both = bf16_pair(x0, x1);
-        set_word(v[4], q, both);
-        const float f0 = low_half(both), f1 = high_half(both);
-        input_squared = fmaf(f0, f0, fmaf(f1, f1, input_squared));
       }
       u16* to = p.streams + static_cast<int64_t>(row) * kStreams * kWidth + channel;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (row < p.num_rows) *reinterpret_cast<uint4*>(to + j * kWidth) = v[j];
+        if (WHOLE && row < p.num_rows) *reinterpret_cast<uint4*>(to + j * kWidth) = v[j];
         *reinterpret_cast<uint4*>(rows + warp * kRow + (j * kSlice + lane * 8) * 2) = v[j];
       }
       unsigned char* slot = inputs + i % (kLag + 1) * kInputs;
-      *reinterpret_cast<uint4*>(slot + (warp * kSlice + lane * 8) * 2) = v[4];
+      if (WHOLE) *reinterpret_cast<uint4*>(slot + (warp * kSlice + lane * 8) * 2) = v[4];
       if (i + 1 < num_tiles) read(i + 1);
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
@@ -372,7 +387,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       __syncwarp();
       if (lane == 0) add_local(published);
     }
-    if (i >= kLag) {
+    if (WHOLE && i >= kLag) {
       const int row = tile_of(i - kLag) * kTokens + warp;
       if (lane == 0) wait_local(finished, i - kLag + 1);
       __syncwarp();
@@ -392,16 +407,33 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   }
 }
 
+template <bool WHOLE>
+int run(const Site& p, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(p.groups * kSlices));
+#ifdef HOST_TWIN
+  host::launch_together(grid, dim3(kThreads), kShared, [&] { site_kernel<WHOLE>(p); });
+  return 0;
+#else
+  const cudaError_t status = cudaFuncSetAttribute(
+      site_kernel<WHOLE>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (status != cudaSuccess) return static_cast<int>(status);
+  site_kernel<WHOLE><<<grid, kThreads, kShared, stream>>>(p);
+  return static_cast<int>(cudaGetLastError());
+#endif
+}
+
 }  // namespace
 
 // Streams, outputs and the norm's weight are bf16, coefficients fp32; fn as `Site` says. 20 * groups
 // blocks, no more than the card runs at once, and no more groups than tiles of 16 tokens. sums,
-// squares: room for [tiles, 20, 16, 24] and [tiles, 20, 16, 2] floats.
+// squares: room for [tiles, 20, 16, 24] and [tiles, 20, 16, 2] floats. Without y (null) only the
+// coefficients of h are made; of the others norm_weight, post, comb, pre, streams and x are null too.
 extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight, const void* post,
                           const void* comb, const void* pre, const void* fn, const void* scale,
                           const void* base, void* streams, void* x, void* new_pre, void* new_post,
                           void* new_comb, void* sums, void* squares, void* counters,
-                          long long num_rows, long long groups, long long iters, double norm_eps, double hc_eps, cudaStream_t stream) {
+                          long long num_rows, long long groups, long long iters, double norm_eps,
+                          double hc_eps, cudaStream_t stream) {
   Site p;
   p.h = static_cast<const u16*>(h), p.y = static_cast<const u16*>(y);
   p.norm_weight = static_cast<const u16*>(norm_weight);
@@ -417,15 +449,5 @@ extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight,
   p.tiles = (p.num_rows + kTokens - 1) / kTokens;
   p.iters = static_cast<int>(iters);
   p.norm_eps = static_cast<float>(norm_eps), p.hc_eps = static_cast<float>(hc_eps);
-  const dim3 grid(static_cast<unsigned>(groups * kSlices));
-#ifdef HOST_TWIN
-  host::launch_together(grid, dim3(kThreads), kShared, [&] { site_kernel(p); });
-  return 0;
-#else
-  const cudaError_t status =
-      cudaFuncSetAttribute(site_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  if (status != cudaSuccess) return static_cast<int>(status);
-  site_kernel<<<grid, kThreads, kShared, stream>>>(p);
-  return static_cast<int>(cudaGetLastError());
-#endif
+  return y == nullptr ? run<false>(p, stream) : run<true>(p, stream);
 }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deepinfer.kernels.hyper_site import Site, SiteWeights
     from deepinfer.kernels.linear import DenseWeight
 
-__all__ = ["accepts", "groups", "hyper_site", "prepared"]
+__all__ = ["accepts", "accepts_streams", "coefficients", "groups", "hyper_site", "prepared"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 STREAMS, WIDTH, OUTPUTS = 4, 5120, 24
@@ -55,14 +55,15 @@ def prepared(fn: DenseWeight) -> Tensor:
     return _prepared[key]
 
 
+def accepts_streams(h: Tensor, base: Tensor) -> bool:
+    """Whether the kernel takes streams: bf16, the published dimensions."""
+    published = tuple(h.shape[1:]) == (STREAMS, WIDTH) and base.shape[0] == OUTPUTS
+    return h.dtype == torch.bfloat16 and published
+
+
 def accepts(h: Tensor, weights: SiteWeights) -> bool:
-    """Whether the kernel takes a call: bf16, the published dimensions, a card of ten processors."""
-    return (
-        h.dtype == torch.bfloat16
-        and tuple(h.shape[1:]) == (STREAMS, WIDTH)
-        and weights.norm.dtype == torch.bfloat16
-        and weights.base.shape[0] == OUTPUTS
-    )
+    """Whether the kernel takes a call: bf16, the published dimensions."""
+    return accepts_streams(h, weights.base) and weights.norm.dtype == torch.bfloat16
 
 
 @cache
@@ -89,16 +90,43 @@ def hyper_site(
     """As the reference."""
     if not accepts(h, weights):
         return triton.hyper_site(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
-    given = [x.contiguous() for x in (h, y, post, comb, pre)]
-    made = [torch.empty_like(given[i]) for i in (0, 1, 4, 2, 3)]
-    for begin in range(0, h.shape[0], MOST_ROWS):
-        h, y, post, comb, pre = (x[begin : begin + MOST_ROWS] for x in given)
-        rows = h.shape[0]
+    h, y, post, comb, pre = (x.contiguous() for x in (h, y, post, comb, pre))
+    streams, x, new_pre, new_post, new_comb = (torch.empty_like(t) for t in (h, y, pre, post, comb))
+    norm, (fn, scale, base) = weights.norm, weights[:3]
+    for begin, rows in _launches(h.shape[0]):
+        part = slice(begin, begin + rows)
         nvcc.call(
-            nvcc.load(SOURCE), "hyper_site", h.device, h, y, weights.norm, post, comb, pre,
-            prepared(weights.fn), weights.scale, weights.base,
-            *(x[begin : begin + MOST_ROWS] for x in made), *_workspace(h.device), rows,
+            nvcc.load(SOURCE), "hyper_site", h.device, h[part], y[part], norm, post[part],
+            comb[part], pre[part], prepared(fn), scale, base, streams[part], x[part],
+            new_pre[part], new_post[part], new_comb[part], *_workspace(h.device), rows,
             num_groups or groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
         )  # fmt: skip
-    streams, x, new_pre, new_post, new_comb = made
     return streams, x, new_pre, new_post, new_comb
+
+
+def coefficients(
+    h: Tensor,
+    fn: DenseWeight,
+    scale: Tensor,
+    base: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `hyper_mix`, of streams that `accepts_streams` takes."""
+    h, num_rows = h.contiguous(), h.shape[0]
+    pre, post = (h.new_empty(num_rows, STREAMS, dtype=torch.float32) for _ in range(2))
+    comb = h.new_empty(num_rows, STREAMS, STREAMS, dtype=torch.float32)
+    for begin, rows in _launches(num_rows):
+        part = slice(begin, begin + rows)
+        nvcc.call(
+            nvcc.load(SOURCE), "hyper_site", h.device, h[part], *[None] * 5, prepared(fn), scale,
+            base, None, None, pre[part], post[part], comb[part], *_workspace(h.device), rows,
+            groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
+        )  # fmt: skip
+    return pre, post, comb
+
+
+def _launches(num_rows: int) -> list[tuple[int, int]]:
+    """First row and number of rows of every launch."""
+    return [(at, min(MOST_ROWS, num_rows - at)) for at in range(0, num_rows, MOST_ROWS)]
