@@ -128,12 +128,7 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
         ),
     ),
     "paged_attention": (
-        _hopper(
-            "paged_attention.sm90",
-            "few rows split between blocks; its last change has not run on a card yet",
-            invariant=False,
-            chosen=False,
-        ),
+        _hopper("paged_attention.sm90", "few rows split between blocks", invariant=False),
         _hopper(
             "paged_attention.sm90_whole",
             "entries decoded on the way, one block a row",
