@@ -29,13 +29,13 @@ Shape = Literal["small", "real"]
 _TASKS: Final = (  # op pattern, case pattern, task
     (r"attention", r"real.*decode", "attention decode"),
     (r"attention", r"real.*prefill", "attention prefill"),
-    (r"fp8_linear", r"real (.*)", r"dense \1"),
-    (r"grouped_linear", r"real (.*)", r"dense \1"),
     (r"expert_linear", r"real (gate and up|down)", r"experts \1"),
     (r"expert", r"real", "experts both"),
     (r"index", r"real", "index scores"),
     (r"select_topk", r"real", "top-512"),
     (r"hyper_site", r"real", "hyper site"),
+    (r"fp8_linear", r"real (.*)", r"dense \1"),
+    (r"grouped_linear", r"real (.*)", r"dense \1"),
 )
 _SMALL_ROWS: Final = 5
 _CHECKED_ROWS: Final = 24
