@@ -275,7 +275,7 @@ def test_measured_kernels_take_the_place_of_stated_times() -> None:
 def test_predictions_stand_beside_measured_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from deepinfer.bench.simcheck import compare_steps
+    from deepinfer.bench.simcheck import compare_steps, read_measured
     from deepinfer.bench.steps import StepRecord
 
     def record(**values: object) -> StepRecord:
@@ -283,7 +283,11 @@ def test_predictions_stand_beside_measured_steps(
                           burst_us=0.0, wall_us=None, idle=None, mode="graph", tokens=1.0,
                           tokens_per_s=1.0, **values)  # type: ignore[arg-type]  # fmt: skip
 
-    found = compare_steps(TIMES, [record(sequences=n, step_us=1e4) for n in (8, 64)])
+    file = tmp_path / "steps.jsonl"
+    lines = [record(sequences=n, step_us=1e4).to_json() for n in (8, 64)]
+    file.write_text("\n".join(lines) + "\n")
+    found = compare_steps(TIMES, read_measured(file))
+    assert found[0].told_us and found[1].told_us
     assert 5e3 < found[0].told_us < found[1].told_us < 1e5
     # The same load as a cluster of one step, its network taken away.
     cluster = SMALL.but(seqs=64, copies=0, prompt=16384.0, hot=1.0, change=0.0, output=400.0,
@@ -291,7 +295,58 @@ def test_predictions_stand_beside_measured_steps(
     whole = simulate(cluster, 0, TIMES)
     without = whole.step_ms * 1e3 * (1 - whole.exchange_share)
     assert without == pytest.approx(found[1].told_us, rel=0.05)
-    file = tmp_path / "steps.jsonl"
-    file.write_text(record(sequences=8, step_us=1e4).to_json() + "\n")
     assert main(["sim", "check", str(file)]) == 0
     assert f"{found[0].ratio:.2f}" in capsys.readouterr().out
+
+
+def test_times_are_fitted_to_steps_taken_apart_and_tell_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deepinfer.bench.modelbench import choose_layers
+    from deepinfer.bench.simfit import drawn_experts, fitted_times
+    from deepinfer.bench.steps import StepRecord
+    from deepinfer.config.load import released_config
+
+    config = released_config()
+
+    def record(sequences: int, ranks: int, context: int, split: bool) -> StepRecord:
+        """A step of a made-up card: what a row and an expert take is known."""
+        rows = sequences * 6
+        experts = float(TIMES.experts(drawn_experts(384 // ranks, rows * 6)).mean())
+        index = 0.5e-6 * rows * context
+        dense, draft, ends = 100.0 + rows, 50.0 + sequences, 11.0 * sequences
+        ops = {"routed_experts": 40 * experts, "paged_index_score": 40 * index,
+               "fp8_linear": 40 * dense + 3 * draft, "other": ends}  # fmt: skip
+        names = {f"{config.layers[i].kind} {config.layers[i].ratio}" for i in range(40)}
+        kinds = {**dict.fromkeys(names, dense + index + experts), "draft": draft}
+        return StepRecord(
+            form="slice", depth=40, of_depth=40, ranks=ranks, rows=6, context=context,
+            sequences=sequences, step_us=sum(ops.values()), burst_us=0.0, wall_us=None, idle=None,
+            mode="graph", tokens=1.0, tokens_per_s=1.0, ops=ops if split else {},
+            kinds=kinds if split else {},
+        )  # fmt: skip
+
+    assert len(choose_layers(config, 40)) == 40
+    fit = [record(n, 8, 131072, True) for n in (1, 16, 32, 64)]
+    other = [record(24, 8, 131072, False), record(32, 8, 40000, False), record(32, 64, 9999, False)]
+    file = tmp_path / "steps.jsonl"
+    file.write_text("".join(each.to_json() + "\n" for each in [*fit, *other]))
+    times, told = fitted_times(TIMES, fit)
+    assert times.experts_fit.read_us == pytest.approx(TIMES.experts_fit.read_us, rel=0.2)
+    assert "4 steps of 6, 96, 192, 384 rows" in told
+    links = tmp_path / "exchange.jsonl"
+    links.write_text("".join(
+        json.dumps({"what": "symm", "bytes": size, "graph_us": 30 + size / 2e5}) + "\n"
+        for size in (1_000_000, 100_000_000)
+    ))  # fmt: skip
+    shared = {"suite": "scaling", "what": "symm", "ranks": 2, "depth": 6, "sequences": 32,
+              "rows": 1, "context": 2048, "step_us": 5e3}  # fmt: skip
+    with file.open("a") as lines:
+        lines.write(json.dumps(shared) + "\n")
+    assert main(["sim", "check", str(file), "--fit", str(file), "--exchange", str(links)]) == 0
+    shown = capsys.readouterr()
+    assert "30 us and 200 GB/s" in shown.err
+    assert shown.out.count("  fitted\n") == 4 and "no step of its kind is split" in shown.out
+    assert "predicted: 3 steps" in shown.out
+    worst = float(shown.out.rsplit("average, ", 1)[1].split("%")[0])
+    assert worst < 8

@@ -107,6 +107,7 @@ def _measure(team: Gang, args: argparse.Namespace) -> None:
             entry: dict[str, Any] = {"what": name, "rows": rows, "right": not wrong}
             if not wrong:
                 work = partial(batch.turn, exchange)
+                entry["bytes"] = batch.sent_bytes
                 entry |= _speed(batch, team.seconds(work), "", best)
                 if team.on_card and name == "symm":
                     replay = team.recorded(work)

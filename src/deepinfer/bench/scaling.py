@@ -121,8 +121,10 @@ class _Forms:
 def _measure(team: Gang, args: argparse.Namespace) -> None:
     forms = _Forms(team, args)
     told = {
+        "depth": len(forms.layers),
         "layers": list(forms.layers),
-        "rows_of_a_rank": forms.inputs.num_rows,
+        "sequences": args.sequences,
+        "rows": args.rows,
         "context": args.context,
     }
     forms.fresh()
@@ -157,6 +159,7 @@ def _measure(team: Gang, args: argparse.Namespace) -> None:
     middle = {name: statistics.median(times) for name, times in rounds.items()}
     for name, times in rounds.items():
         entry: dict[str, Any] = {
+            "suite": "scaling",
             "what": name,
             "mode": "graph" if name in recorded else "eager",
             "step_us": round(middle[name], 1),

@@ -58,8 +58,9 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     check = forms.add_parser(
         "check",
         help="set predictions beside measured steps",
-        description="Predict the decode steps that `deepinfer bench decode` or `bench slice` "
-        "measured, from stated times or from kernels measured on the same card.",
+        description="Predict the decode steps that `deepinfer bench decode`, `bench slice` or "
+        "`python -m deepinfer.bench.scaling` measured, from stated times, from kernels measured on "
+        "the same card or from other steps.",
     )
     check.add_argument("file", metavar="FILE", help="records of steps")
     check.add_argument("--device", default="h200", help="times: a packaged name or a file (h200)")
@@ -68,6 +69,16 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
             "--kernels",
             metavar="FILE",
             help="kernel times as `deepinfer bench kernels` keeps them replace stated ones",
+        )
+        form.add_argument(
+            "--fit",
+            metavar="FILE",
+            help="fit times to decode steps that `deepinfer bench slice` took apart",
+        )
+        form.add_argument(
+            "--exchange",
+            metavar="FILE",
+            help="fit the links of two GPUs to what `python -m deepinfer.bench.exchange` kept",
         )
     check.set_defaults(func=run)
     for form in (one, study):
@@ -94,18 +105,20 @@ def run(args: argparse.Namespace) -> int:
     if args.form == "study":
         return _study(args)
     if args.form == "check":
-        from deepinfer.bench.simcheck import compare_steps, read_steps
+        from deepinfer.bench.simcheck import compare_steps, read_measured, read_steps
         from deepinfer.bench.simcheck import spelled as table
 
-        records = read_steps(Path(args.file).expanduser())
-        print(table(compare_steps(_times(args.device, args.kernels), records)))
+        steps = read_measured(Path(args.file).expanduser())
+        times = _times(args.device, args.kernels, None, args.exchange)
+        fit = None if args.fit is None else read_steps(Path(args.fit).expanduser())
+        print(table(compare_steps(times, steps, fit)))
         return 0
     try:
         file = None if args.config is None else Path(args.config).expanduser()
         settings = load_settings(file, args.sets)
     except ConfigError as error:
         raise UsageError(str(error)) from error
-    times = _times(settings.device, args.kernels)
+    times = _times(settings.device, args.kernels, args.fit, args.exchange)
     found = [simulate(settings, seed, times).values() for seed in range(args.seeds)]
     if args.json:
         print(json.dumps({key: [each[key] for each in found] for key in found[0]}))
@@ -118,8 +131,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _times(device: str, kernels: str | None) -> Times:
+def _times(device: str, kernels: str | None, fit: str | None, exchange: str | None) -> Times:
     times = load_times(device)
+    if fit is not None:
+        from deepinfer.bench.simcheck import read_steps
+        from deepinfer.bench.simfit import fitted_times
+
+        times, told = fitted_times(times, read_steps(Path(fit).expanduser()))
+        note("fitted: " + "; ".join(told))
+    if exchange is not None:
+        from deepinfer.bench.simfit import fitted_link
+
+        times, link = fitted_link(times, Path(exchange).expanduser())
+        note(f"fitted: {link}")
     if kernels is not None:
         times, told = measured_times(times, read_kernels(Path(kernels).expanduser()))
         note("measured: " + ("; ".join(told) or "nothing that a step takes"))
