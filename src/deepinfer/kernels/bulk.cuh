@@ -29,3 +29,25 @@ __device__ inline void barrier_wait(uint64_t* barrier, uint32_t phase) {
         "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(address(barrier)), "r"(phase) : "memory");
   } while (!done);
 }
+// A barrier that `count` signals complete, phase after phase: what is written before a signal is seen
+// behind the wait. Nobody may be two phases ahead of a wait.
+__device__ inline void signals_begin(uint64_t* barrier, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count)
+               : "memory");
+}
+__device__ inline void signal(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(address(barrier))
+               : "memory");
+}
+__device__ inline void signals_wait(uint64_t* barrier, uint32_t phase) {
+  barrier_wait(barrier, phase);
+}
+// Copies of 16 bytes by a thread, which alone waits for them.
+__device__ inline void copy16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
+}
+__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ inline void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
