@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import Queue
 
@@ -19,6 +19,18 @@ from demo.tokens import CATEGORIES
 
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 _CUT_ANYWHERE = (0, 1)  # natural, wordnet
+
+
+def repeats(ids: np.ndarray) -> np.ndarray:
+    """Return how far back this token after the three before it came first, of every uint16 id, int64, 0 = they are the first."""
+    distance = np.zeros(ids.size, np.int64)
+    if ids.size > 3:
+        runs = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(ids, 4))
+        _, first, which = np.unique(
+            runs.view(np.uint64)[:, 0], return_index=True, return_inverse=True
+        )
+        distance[3:] = np.arange(which.size) - first[which]
+    return distance
 
 
 class Corpus:
@@ -34,10 +46,32 @@ class Corpus:
         self.marks = np.ones(self.ids.size, np.uint8)
         self.digits: np.ndarray | None = None
         self.needles = {int(s) for s in self.starts[self.categories == CATEGORIES.index("needle")]}
+        self.lists: dict[int, np.ndarray] = {}
 
-    def mark(self, digits: set[int], weight: int) -> None:
-        """Fill `marks`: the loss weight of every token (`weight` for the digits of a repeated code), +128 in natural text
-        and glosses, +64 in glosses."""
+    def mark(
+        self,
+        digits: set[int],
+        weight: int,
+        copied: int = 0,
+        pieces: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Fill `marks`: the loss weight of every token, +128 in natural text and glosses, +64 in glosses.
+
+        The digits of a repeated code weigh `weight`. In copies, with `copied` > 0, what is copied weighs that much, the end 1
+        and the list before it, which nothing predicts, 0; `pieces` are sets of tokens that may take each other's place there.
+        """
+        self.pieces = [np.array(p, np.uint16) for p in pieces if len(p)]
+        for index in np.flatnonzero(self.categories == CATEGORIES.index("copy")) if copied else ():
+            first, size = int(self.starts[index]), int(self.lengths[index])
+            back = repeats(self.ids[first : first + size])
+            later = np.flatnonzero(back)
+            marks = np.zeros(size, np.uint8)
+            marks[later] = copied
+            marks[-2:] = np.maximum(marks[-2:], 1)
+            self.marks[first : first + size] = marks
+            inside = np.zeros(size, bool)
+            inside[later] = inside[later - back[later]] = True
+            self.lists[first] = inside
         self.digits = np.array(sorted(digits), np.uint16)
         is_digit = np.isin(self.ids, self.digits)
         for index in np.flatnonzero(self.categories == CATEGORIES.index("needle")):
@@ -57,8 +91,16 @@ class Corpus:
             self.marks[first : first + int(self.lengths[index])] += 192 if gloss else 128
 
     def take(self, start: int, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Return `count` ids from `start`; the digits of a retrieval task change places, so that no code can be known by heart."""
-        ids = self.ids[start : start + count]
+        """Return `count` ids from `start`; the digits of a retrieval task and the pieces of a copied list change places, so that
+        none can be known by heart."""
+        ids: np.ndarray = self.ids[start : start + count]
+        inside = self.lists.get(start)
+        if inside is not None and self.digits is not None:
+            table = np.arange(1 << 16, dtype=np.uint16)
+            for these in (self.digits, *self.pieces):
+                table[these] = rng.permutation(these)
+            ids = np.where(inside, table[ids], ids)
+            return ids
         if self.digits is None or start not in self.needles:
             return ids
         table = np.arange(int(ids.max()) + 1 + int(self.digits.max()), dtype=np.uint16)
@@ -75,11 +117,17 @@ def _empty(width: int) -> np.ndarray:
 
 
 def epoch(
-    corpus: Corpus, length: int, generated_share: float, favoured: float, seed: int
+    corpus: Corpus,
+    length: int,
+    generated_share: float,
+    favoured: float,
+    seed: int,
+    copies: float = 0.0,
 ) -> np.ndarray:
     """Return one pass over the natural text, mixed with generated documents: uint16 [R, 2, length + 1], ids and marks.
 
-    `favoured` is the share of needle and copy documents among the generated tokens, 0 = as they come.
+    `favoured` is the share of needle and copy documents among the generated tokens, `copies` the share of copies alone (they come
+    again and again where there are too few); 0 = as they come.
     """
     rng = np.random.default_rng(seed)
     width = length + 1
@@ -100,6 +148,15 @@ def epoch(
     parts = [(others, wanted)]
     if favoured:
         parts = [(others[special], wanted * favoured), (others[~special], wanted * (1 - favoured))]
+    if copies:
+        copying = corpus.categories[others] == CATEGORIES.index("copy")
+        lists = others[copying]
+        lists = np.tile(lists, 1 + int(wanted * copies / corpus.lengths[lists].sum()))
+        parts = [
+            (others[special & ~copying], wanted * (favoured - copies)),
+            (lists, wanted * copies),
+            (others[~special], wanted * (1 - favoured)),
+        ]
     for part, amount in parts:
         for index in part[: int(np.searchsorted(np.cumsum(corpus.lengths[part]), amount)) + 1]:
             pieces.append((False, int(corpus.starts[index]), int(corpus.lengths[index]), False))
@@ -152,6 +209,7 @@ def batches(
     favoured: float,
     seed: int,
     skip: int,
+    copies: float = 0.0,
 ) -> Iterator[np.ndarray]:
     """Yield endless batches [rows, 2, length + 1], the first `skip` left out; epochs are made in a thread."""
     queue: Queue[np.ndarray] = Queue(maxsize=2)
@@ -159,7 +217,7 @@ def batches(
     def produce() -> None:
         number = 0
         while True:
-            queue.put(epoch(corpus, length, generated_share, favoured, seed + number))
+            queue.put(epoch(corpus, length, generated_share, favoured, seed + number, copies))
             number += 1
 
     threading.Thread(target=produce, daemon=True).start()

@@ -8,6 +8,7 @@ the optional companion library; without it, tool transcripts are left out.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from functools import lru_cache
@@ -378,16 +379,16 @@ def arithmetic(rng: Rng) -> str:
 
 
 def copy_task(rng: Rng) -> str:
-    """Return a list of words and its copy; the list is long enough to leave the window."""
-    count = rng.choice([8, 16, 32, 64, 128, 220])
-    if rng.random() < 0.5:
+    """Return a list of words and its copy; most tokens lie in lists that are much longer than the window."""
+    count = round(math.exp(rng.uniform(math.log(6), math.log(270))))
+    if rng.random() < 0.2:
         words = [rng.choice(WORDS) for _ in range(count)]
     else:
         words = [
             "".join(
                 rng.choice("abcdefghijklmnopqrstuvwxyz0123456789") for _ in range(rng.randint(2, 5))
             )
-            for _ in range(count // 2)
+            for _ in range(count)
         ]
     text = " ".join(words)
     if rng.random() < 0.5:

@@ -43,7 +43,7 @@ CATEGORIES = (
 )  # fmt: skip
 # characters of generated text a category
 AMOUNTS = {
-    "json": 4.0e6, "json_chat": 4.0e6, "tool_chat": 3.5e6, "arithmetic": 1.5e6, "copy": 3.0e6, "needle": 14.0e6,
+    "json": 4.0e6, "json_chat": 4.0e6, "tool_chat": 3.5e6, "arithmetic": 1.5e6, "copy": 1.8e6, "needle": 14.0e6,
     "gloss_chat": 3.0e6, "passage_chat": 3.0e6, "talk": 0.1e6,
 }  # fmt: skip
 EVAL_DOCUMENTS = {

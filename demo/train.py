@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from demo.model import Backbone, Params, Shape, init_backbone
 from demo.optim import Optimizer
-from demo.rows import Corpus, batches, evaluation_rows
+from demo.rows import PAD_ID, Corpus, batches, evaluation_rows, repeats
 
 PROBES = 128
 ASKED_WEIGHT = 3.0
@@ -114,6 +116,8 @@ def evaluate(
     }
     if category == "needle":
         result |= code_accuracy(ids[:keep], flags)
+    if category == "copy":
+        result |= copy_accuracy(ids[:keep], flags)
     assert isinstance(loads, Tensor)
     fair = loads / loads.mean(-1, keepdim=True)
     result["load_min"], result["load_max"] = float(fair.min()), float(fair.max())
@@ -121,6 +125,7 @@ def evaluate(
 
 
 DIGIT_IDS: list[int] = []
+PIECE_IDS: list[list[int]] = []
 
 
 def code_accuracy(ids: np.ndarray, hits: np.ndarray) -> dict[str, float]:
@@ -151,13 +156,25 @@ def code_accuracy(ids: np.ndarray, hits: np.ndarray) -> dict[str, float]:
     return result
 
 
+def copy_accuracy(ids: np.ndarray, hits: np.ndarray) -> dict[str, float]:
+    """Return the share of copied tokens that were predicted, by distance to the first mention."""
+    back = np.stack([np.where(row == PAD_ID, 0, repeats(row)) for row in ids])[:, 1:]
+    result: dict[str, float] = {}
+    for low, high in itertools.pairwise((1, 128, 256, 512, 1024, 4096)):
+        chosen = hits[(back >= low) & (back < high)]
+        if chosen.size:
+            result |= {f"copied<{high}": float(chosen.mean()), f"copied<{high}_n": chosen.size}
+    return result
+
+
 def probe_positions(
     raw: np.ndarray, length: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `PROBES` query positions of every row and their weights, [B,Q] each.
 
     Random positions alone hardly ever ask for a fact, and the indexers then never learn to select one. In rows with
-    retrieved digits three eighths of the queries stand just before such a digit, one eighth up to eight tokens earlier.
+    retrieved digits or copied tokens three eighths of the queries stand just before such a token, one eighth up to eight tokens
+    earlier; where there are both, each gets its half.
     """
     probes = rng.integers(0, length, (len(raw), PROBES))
     weights = np.ones(probes.shape, np.float32)
@@ -165,7 +182,9 @@ def probe_positions(
     for row, marks in enumerate(raw[:, 1, 1:]):
         asking = np.flatnonzero(marks % 64 > 1)
         if asking.size:
-            probes[row, :half] = rng.choice(asking, half)
+            _, kind, count = np.unique(marks[asking], return_inverse=True, return_counts=True)
+            odds = 1.0 / (count.size * count[kind])
+            probes[row, :half] = rng.choice(asking, half, p=odds)
             probes[row, :early] = np.maximum(0, probes[row, :early] - rng.integers(1, 9, early))
             weights[row, :half] = ASKED_WEIGHT
     return probes, weights
@@ -260,6 +279,10 @@ def load_inputs(work: Path) -> tuple[Shape, dict[str, Tensor], Corpus, Corpus]:
     constants = {k: torch.from_numpy(v) for k, v in np.load(folder / "constants.npz").items()}
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     DIGIT_IDS[:] = [vocabulary[str(d)] for d in range(10)]
+    PIECE_IDS[:] = [
+        [i for text, i in vocabulary.items() if re.fullmatch(kind, text)]
+        for kind in ("[a-z]", "Ġ[a-z]", "[a-z]{2}", "Ġ[a-z]{2}")
+    ]
     return shape, constants, Corpus(folder / "tokens.npz"), Corpus(folder / "eval.npz")
 
 
@@ -304,6 +327,10 @@ def main() -> None:
     parser.add_argument(
         "--answer-weight", type=int, default=8, help="loss weight of retrieved digits"
     )
+    parser.add_argument(
+        "--copies", type=float, default=0.3, help="share of copies in the generated text"
+    )
+    parser.add_argument("--copy-weight", type=int, default=3, help="loss weight of copied tokens")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
@@ -327,7 +354,7 @@ def main() -> None:
     state = load_parts(args.state, "backbone")
     step = int(state.pop("step")) if state else 0
     step = 0 if args.restart else step
-    corpus.mark(set(DIGIT_IDS), args.answer_weight)
+    corpus.mark(set(DIGIT_IDS), args.answer_weight, args.copy_weight, PIECE_IDS)
     fresh = init_backbone(shape, args.seed)
     if args.new_indexers:
         state = {k: v for k, v in state.items() if "indexer" not in k}
@@ -370,8 +397,9 @@ def main() -> None:
     mark = time.time()
     profiler = None
     for raw in batches(
-        corpus, args.length, args.batch, args.generated_share, args.favoured, args.seed * 1000, step
-    ):
+        corpus, args.length, args.batch, args.generated_share, args.favoured, args.seed * 1000, step,
+        args.copies,
+    ):  # fmt: skip
         if step >= args.steps or time.time() - began > args.stop_after:
             break
         rows = (
@@ -431,7 +459,7 @@ def main() -> None:
             save()
             mark = time.time()
         if step % args.eval_every == 0:
-            for category in ("natural", "needle"):
+            for category in ("natural", "needle", "copy"):
                 entries = top_k if category == "natural" else shape.index_topk
                 found = evaluate(
                     model, params, held, category, args.batch, args.eval_rows, top_k=entries

@@ -20,11 +20,11 @@ from demo.data import Document, clean, html_text, remove_overlap
 from demo.draft import calibration_error, fit_confidence, stretch_anchors
 from demo.export import official_tensors
 from demo.model import Backbone, Shape, drafts_from, init_backbone, init_drafts, router_pressure
-from demo.rows import CATEGORIES, Corpus, epoch
+from demo.rows import CATEGORIES, Corpus, epoch, repeats
 from demo.shape import constants, official_config
 from demo.sinkhorn import sinkhorn
 from demo.tokens import IMAGE
-from demo.train import probe_positions
+from demo.train import copy_accuracy, probe_positions
 
 _COMPRESSED = np.arange(3072, dtype=np.int32) // 2
 
@@ -204,3 +204,69 @@ def test_the_fitted_confidence_is_calibrated() -> None:
     assert (weights - truth).abs().max() < 0.1
     logit = (x @ weights)[:, 0].numpy()
     assert calibration_error(logit, y[:, 0].numpy(), 1.0) < 0.03
+
+
+def _copies(tmp_path: Path, lists: int = 3) -> Corpus:
+    rng = np.random.default_rng(1)
+    texts = []
+    for _ in range(lists):
+        words = rng.integers(40, 60, 30)
+        texts.append([0, 100, 101, *words, 102, 101, *words, 1])
+    ids = np.concatenate([[0, *rng.integers(200, 300, 998), 1], *texts]).astype(np.uint16)
+    lengths = np.array([1000, *(len(t) for t in texts)], np.int32)
+    categories = np.array(
+        [CATEGORIES.index("natural"), *[CATEGORIES.index("copy")] * lists], np.uint8
+    )
+    np.savez(tmp_path / "t.npz", ids=ids, lengths=lengths, bytes=lengths, categories=categories)
+    corpus = Corpus(tmp_path / "t.npz")
+    corpus.mark(set(range(30, 40)), 8, 3, [range(40, 50), range(50, 60)])
+    return corpus
+
+
+def test_repeats_tells_how_far_back_a_run_of_four_came_first() -> None:
+    ids = np.array([5, 6, 7, 8, 9, 5, 6, 7, 8, 3, 5, 6, 7, 8], np.uint16)
+    assert repeats(ids).tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 10]
+    assert repeats(ids[:3]).tolist() == [0, 0, 0]
+
+
+def test_what_is_copied_weighs_and_the_list_before_it_does_not(tmp_path: Path) -> None:
+    corpus = _copies(tmp_path)
+    marks = corpus.marks[corpus.starts[1] : corpus.starts[1] + corpus.lengths[1]]
+    assert (marks[:37] == 0).all()  # the head, the list, and what nothing predicts yet
+    assert (marks[37:-1] == 3).all() and marks[-1] == 1
+
+
+def test_pieces_of_a_copied_list_change_places_within_their_set(tmp_path: Path) -> None:
+    corpus = _copies(tmp_path)
+    start, size = int(corpus.starts[2]), int(corpus.lengths[2])
+    ids = corpus.document(2)
+    taken = [corpus.take(start, size, np.random.default_rng(seed)) for seed in range(4)]
+    assert len({t.tobytes() for t in taken}) == 4
+    for t in taken:
+        assert (t[3:33] == t[35:65]).all() and ((t < 50) == (ids < 50)).all()
+        assert (t[[0, 1, 2, 33, 34, 65]] == ids[[0, 1, 2, 33, 34, 65]]).all()
+
+
+def test_copies_take_their_share_again_and_again(tmp_path: Path) -> None:
+    corpus = _copies(tmp_path)
+    rows = epoch(corpus, 128, 0.5, 0.9, seed=1, copies=0.9)
+    share = (rows[:, 1] == 3).sum() / 1000
+    assert 0.3 < share < 0.6  # 900 of 1,900 tokens are copies, less than half of them weigh
+
+
+def test_both_kinds_of_asking_tokens_get_their_queries() -> None:
+    raw = np.ones((1, 2, 401), np.uint16)
+    raw[0, 1, 101:301] = 3
+    raw[0, 1, 350:354] = 8
+    probes, weights = probe_positions(raw, 400, np.random.default_rng(0))
+    asked = probes[0][weights[0] > 1]
+    assert 16 <= (asked > 340).sum() <= 48
+
+
+def test_copied_tokens_are_counted_by_distance() -> None:
+    words = np.arange(40, 140)
+    row = np.concatenate([[0], words, [7], words, np.full(55, 2)]).astype(np.uint16)[None]
+    hits = np.ones((1, row.shape[1] - 1))
+    hits[0, 110:120] = 0
+    found = copy_accuracy(row, hits)
+    assert found["copied<128_n"] == 97 and abs(found["copied<128"] - 87 / 97) < 1e-6
