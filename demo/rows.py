@@ -95,17 +95,13 @@ class Corpus:
         none can be known by heart."""
         ids: np.ndarray = self.ids[start : start + count]
         inside = self.lists.get(start)
-        if inside is not None and self.digits is not None:
-            table = np.arange(1 << 16, dtype=np.uint16)
-            for these in (self.digits, *self.pieces):
-                table[these] = rng.permutation(these)
-            ids = np.where(inside, table[ids], ids)
+        if self.digits is None or (inside is None and start not in self.needles):
             return ids
-        if self.digits is None or start not in self.needles:
-            return ids
-        table = np.arange(int(ids.max()) + 1 + int(self.digits.max()), dtype=np.uint16)
-        table[self.digits] = rng.permutation(self.digits)
-        return table[ids]
+        table = np.arange(1 << 16, dtype=np.uint16)
+        for these in (self.digits, *(self.pieces if inside is not None else ())):
+            table[these] = rng.permutation(these)
+        moved: np.ndarray = table[ids]
+        return moved if inside is None else np.where(inside, moved, ids)
 
     def document(self, index: int) -> np.ndarray:
         """Return the ids of one document, BOS and EOS included."""
