@@ -21,7 +21,7 @@ from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
 from deepinfer.kernels.decode_rows import LayoutForm, lay_out_plain
 from deepinfer.kernels.expert_linear.reference import swiglu
-from deepinfer.kernels.paged_index.places import flat_entries
+from deepinfer.kernels.paged_index.places import block_entries, flat_entries
 from deepinfer.kernels.quantize import act8_values
 from deepinfer.kernels.table import TABLE
 from deepinfer.sampling.noise import LARGEST_UNIFORM
@@ -82,6 +82,30 @@ def stored(name: str, rows: int, form: str, dense: bool, split: bool) -> list[Te
     return [part for part in (cache.codes, cache.scales, cache.dense) if part is not None]
 
 
+def entries_stored(name: str, form: str, normed: bool, dense: bool) -> list[Tensor]:
+    """What a cache holds after `entry_store`, and after `latent_store` beside its latent."""
+    dim = 96 if form == "fp32" else 128
+    generator = torch.Generator().manual_seed(8)
+    both = (torch.randn(5, 64 + dim, generator=generator) * 3).bfloat16()
+    both[1] = 0.0
+    angle = torch.arange(160.0).view(5, 32)
+    norms = torch.rand(64, generator=generator), torch.rand(dim, generator=generator)
+    idx = torch.randperm(24, generator=generator)[:5]
+    idx[-1] = -1
+    cache = empty_cache(form, 4, 6, dim, dense=dense, split=dense)
+    rows, norm = both[:, 64:], norms[1] if normed else None
+    turns = angle.cos(), angle.sin()
+    implementation("entry_store", name)(rows, norm, *turns, 1e-20, cache, idx)
+    beside = empty_cache(form, 4, 6, dim, dense=dense, split=dense)
+    latent = implementation("latent_store", name)(both, *norms, *turns, 1e-20, normed, beside, idx)
+    held = [part for c in (cache, beside) for part in (c.codes, c.scales, c.dense)]
+    return [latent, *(part for part in held if part is not None)]
+
+
+ENTRIES = [
+    ("fp32", True, False), ("window_fp8", True, False), ("main_fp4", False, True),
+    ("index_fp4", True, True),
+]  # fmt: skip
 STORED = [
     (rows, form, dense, split)
     for rows, form in ((1, "fp32"), (5, "window_fp8"), (5, "main_fp4"), (5, "index_fp4"))
@@ -158,6 +182,13 @@ def flat_places() -> tuple[Tensor, Tensor, Tensor, int]:
     return entries, table, torch.tensor([2, 0, 1, 1, 0]), 6
 
 
+def block_places() -> tuple[Tensor, Tensor, int]:
+    """Columns of five rows with candidate blocks of eight entries, some absent."""
+    generator = torch.Generator().manual_seed(2)
+    found = torch.randint(-1, 48, (5, 21), generator=generator)
+    return found, torch.randint(0, 30, (5, 6), generator=generator), 8
+
+
 def rounding(seed: int) -> dict[str, tuple[object, ...]]:
     """Arguments with which ops round what they return."""
     generator = torch.Generator().manual_seed(seed)
@@ -198,6 +229,10 @@ def run(seed: int) -> list[str]:
         pairs = zip(stored("triton", *setting), stored("reference", *setting), strict=True)
         if not all(torch.equal(mine, want) for mine, want in pairs):
             failures.append(f"cache_store {setting}: other bytes")
+    for setting in ENTRIES:
+        both = (entries_stored(name, *setting) for name in ("triton", "reference"))
+        if not all(torch.equal(mine, want) for mine, want in zip(*both, strict=True)):
+            failures.append(f"entry_store {setting}: other bytes")
     twin = import_module("deepinfer.kernels.grouping.triton")
     for setting in GROUPED:
         pairs = zip(grouped(twin, *setting), grouped(grouping, *setting), strict=True)
@@ -217,6 +252,8 @@ def run(seed: int) -> list[str]:
     twin = import_module("deepinfer.kernels.paged_index.triton")
     if not torch.equal(twin.flat_entries(*places), flat_entries(*places)):
         failures.append("flat_entries: other values")
+    if not torch.equal(twin.block_entries(*block_places()), block_entries(*block_places())):
+        failures.append("block_entries: other values")
     twin = import_module("deepinfer.kernels.draw.triton")
     for setting in DRAWN:
         mine = drawn(lambda *given: twin.draw(*given, LARGEST_UNIFORM), *setting)
@@ -305,6 +342,8 @@ def compile_all(archs: list[int]) -> list[str]:
         implementation(case.op, "triton")(*arguments)
     for setting in STORED:
         stored("triton", *setting)
+    for setting in ENTRIES:
+        entries_stored("triton", *setting)
     for setting in GROUPED:
         grouped(import_module("deepinfer.kernels.grouping.triton"), *setting)
     angle = torch.zeros(5, 12)
@@ -314,6 +353,7 @@ def compile_all(archs: list[int]) -> list[str]:
     for op, arguments in rounding(0).items():
         implementation(op, "triton")(*arguments)
     import_module("deepinfer.kernels.paged_index.triton").flat_entries(*flat_places())
+    import_module("deepinfer.kernels.paged_index.triton").block_entries(*block_places())
     made = import_module("deepinfer.kernels.draw.triton")
     drawn(lambda *given: made.draw(*given, LARGEST_UNIFORM), *DRAWN[0])
     made.log_sum_exp(torch.randn(2, 300))

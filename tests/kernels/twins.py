@@ -107,6 +107,20 @@ def latent_entry(
     return rms_norm(both[:, :rank], q_norm, eps), rotate_tail(entry, cos, sin, False)
 
 
+def latent_store(
+    both: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    quantize: bool,
+    cache: Any,
+    idx: Tensor,
+) -> Tensor:
+    return latent_entry(both, q_norm, kv_norm, cos, sin, eps)[0]
+
+
 def fp8_linear(x: Tensor, weight: Any, quantize: bool) -> Tensor:
     return (round_trip(x, "act8") if quantize else x.double()) @ fp8_matrix(weight).T
 
@@ -170,6 +184,12 @@ def route(x: Tensor, gate: Any, bias: Tensor, k: int, scaling: float) -> tuple[T
         chosen.append(best)
         weights.append([row[e] / total * scaling for e in best])
     return torch.tensor(chosen), torch.tensor(weights, dtype=torch.float64)
+
+
+def route_rounded(
+    x: Tensor, gate: Any, bias: Tensor, k: int, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *route(x, gate, bias, k, scaling), round_trip(x, "act8")
 
 
 def sinkhorn(raw: Tensor, iters: int, eps: float) -> Tensor:
@@ -388,10 +408,10 @@ def engram_gate(x: Tensor, kv: Tensor, qk_weight: Tensor, eps: float) -> Tensor:
 TWINS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        rms_norm, cos_sin, rotate_tail, latent_entry, round_trip, fp8_linear, dense_linear,
-        grouped_linear, expert_linear, swiglu, routed_experts, route, hyper_mix, hyper_collapse,
-        hyper_expand, hyper_site, compress, index_score, paged_index_score, select_topk,
-        select_blocks, block_mask, sparse_attention, paged_attention, cache_load, engram_hash,
-        engram_lookup, engram_gate,
+        rms_norm, cos_sin, rotate_tail, latent_entry, latent_store, round_trip, fp8_linear,
+        dense_linear, grouped_linear, expert_linear, swiglu, routed_experts, route, route_rounded,
+        hyper_mix, hyper_collapse, hyper_expand, hyper_site, compress, index_score,
+        paged_index_score, select_topk, select_blocks, block_mask, sparse_attention,
+        paged_attention, cache_load, engram_hash, engram_lookup, engram_gate,
     )
 }  # fmt: skip

@@ -46,6 +46,8 @@ _PUBLIC: Final[Mapping[str, Callable[..., object]]] = {
     "cos_sin": rope.cos_sin,
     "rotate_tail": rope.rotate_tail,
     "latent_entry": latent.latent_entry,
+    "latent_store": latent.latent_store,
+    "entry_store": latent.entry_store,
     "round_trip": quantize.round_trip,
     "fp8_linear": linear.fp8_linear,
     "dense_linear": linear.dense_linear,
@@ -54,6 +56,7 @@ _PUBLIC: Final[Mapping[str, Callable[..., object]]] = {
     "swiglu": expert_linear.swiglu,
     "routed_experts": routed_experts.routed_experts,
     "route": router.route,
+    "route_rounded": router.route_rounded,
     "hyper_mix": hyper.hyper_mix,
     "hyper_collapse": hyper.hyper_collapse,
     "hyper_expand": hyper.hyper_expand,
@@ -86,6 +89,8 @@ class Ops:
     cos_sin: Callable[..., tuple[Tensor, Tensor]]
     rotate_tail: Op
     latent_entry: Callable[..., tuple[Tensor, Tensor]]
+    latent_store: Op
+    entry_store: Callable[..., None]
     round_trip: Op
     fp8_linear: Op
     dense_linear: Op
@@ -94,6 +99,7 @@ class Ops:
     swiglu: Op
     routed_experts: Op
     route: Callable[..., tuple[Tensor, Tensor]]
+    route_rounded: Callable[..., tuple[Tensor, Tensor, Tensor]]
     hyper_mix: Callable[..., tuple[Tensor, Tensor, Tensor]]
     hyper_collapse: Op
     hyper_expand: Op

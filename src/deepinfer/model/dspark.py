@@ -20,10 +20,8 @@ from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.rope.tables import window_inv_freq
 from deepinfer.model.fast.attention import (
     project,
-    project_entries,
     project_output,
-    shared_window,
-    store_window,
+    store_entries,
 )
 from deepinfer.model.fast.block import Open, run_block, run_open, sites_of, start_streams
 from deepinfer.model.fast.moe import serve_experts
@@ -74,10 +72,9 @@ class DraftModel:
         ops, config = self.ops, self.config
         main = ops.fp8_linear(features, self.main_proj, self.numerics.quantize)
         main = ops.rms_norm(main, self.main_norm, config.rms_norm_eps)
-        for i, block in enumerate(self.blocks):
-            kv = project_entries(step, block.attention, main, step.rotation[False])
-            cache = step.caches.windows[config.num_hidden_layers + i]
-            store_window(step, cache, shared_window(step, kv))
+        windows = step.caches.windows[config.num_hidden_layers :]
+        pairs = zip((block.attention for block in self.blocks), windows, strict=True)
+        store_entries(step, tuple(pairs), main)
 
     def propose(
         self,
@@ -227,8 +224,7 @@ class _AttendPages:
         """Attend x [S*B, C]."""
         step, weights = self._step, self._weights
         rotation = step.rotation[False]
-        _, q, kv = project(step, weights, x, rotation)
-        step.ops.cache_store(self._cache, kv, self._own)
+        _, q, _ = project(step, weights, x, rotation, (self._cache, self._own))
         out = step.ops.paged_attention(
             q,
             self._cache,
@@ -258,6 +254,7 @@ class _Attend:
         step, weights = self._step, self._weights
         rotation = step.rotation[False]
         _, q, kv = project(step, weights, x, rotation)
+        assert kv is not None
         own = step.act_quantized(kv, "act8").float()
         out = step.ops.sparse_attention(
             q,

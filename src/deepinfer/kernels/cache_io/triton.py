@@ -30,6 +30,47 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def put_entry(
+    x, place, codes, scales, dense, D, entries,
+    code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
+    FORMAT: tl.constexpr, DENSE: tl.constexpr, G: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Quantize x [G, SIZE] fp32, of which the first D / SIZE groups exist, into entry `place`."""
+    block, entry = place // entries, place % entries
+    group = tl.arange(0, G)
+    held = (group < D // SIZE)[:, None]
+    at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    target = codes + block * code_block + entry * code_entry
+    if FORMAT == "fp32":
+        tl.store(target + at, x, held)
+    else:
+        amax = tl.max(tl.abs(x), 1)[:, None]
+        if FORMAT == "window_fp8":
+            scale = act8_scale(amax)
+            rounded = e4m3_round(x * pow2_inverse(scale))
+            tl.store(target + at, e4m3_code(rounded).to(tl.uint8), held)
+        else:
+            if FORMAT == "main_fp4":
+                scale = act4_e4_scale(amax)
+                rounded = e2m1_round(tl.div_rn(x, tl.broadcast_to(scale, x.shape)))
+            else:
+                scale = act4_e8_scale(amax)
+                rounded = e2m1_round(x * pow2_inverse(scale))
+            low, high = tl.split(tl.reshape(e2m1_code(rounded), (G, SIZE // 2, 2)))
+            pair = group[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
+            tl.store(target + pair, (low | (high << 4)).to(tl.uint8), held)
+        if FORMAT == "main_fp4":
+            byte = e4m3_code(scale)
+        else:
+            byte = scale.to(tl.int32, bitcast=True) >> 23
+        at_scale = scales + block * scale_block + entry * scale_entry + group[:, None]
+        tl.store(at_scale, byte.to(tl.uint8), held)
+        if DENSE:
+            copy = dense + block * dense_block + entry * dense_entry
+            tl.store(copy + at, rounded * scale, held)
+
+
+@triton.jit
 def _store(
     values, idx, codes, scales, dense, D, value_row, entries,
     code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
@@ -39,39 +80,15 @@ def _store(
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(idx + row)
     if place >= 0:
-        block, entry = place // entries, place % entries
         group = tl.arange(0, G)
         held = (group < D // SIZE)[:, None]
         at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
         x = tl.load(values + row * value_row + at, held, 0.0).to(tl.float32)
-        target = codes + block * code_block + entry * code_entry
-        if FORMAT == "fp32":
-            tl.store(target + at, x, held)
-        else:
-            amax = tl.max(tl.abs(x), 1)[:, None]
-            if FORMAT == "window_fp8":
-                scale = act8_scale(amax)
-                rounded = e4m3_round(x * pow2_inverse(scale))
-                tl.store(target + at, e4m3_code(rounded).to(tl.uint8), held)
-            else:
-                if FORMAT == "main_fp4":
-                    scale = act4_e4_scale(amax)
-                    rounded = e2m1_round(tl.div_rn(x, tl.broadcast_to(scale, x.shape)))
-                else:
-                    scale = act4_e8_scale(amax)
-                    rounded = e2m1_round(x * pow2_inverse(scale))
-                low, high = tl.split(tl.reshape(e2m1_code(rounded), (G, SIZE // 2, 2)))
-                pair = group[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
-                tl.store(target + pair, (low | (high << 4)).to(tl.uint8), held)
-            if FORMAT == "main_fp4":
-                byte = e4m3_code(scale)
-            else:
-                byte = scale.to(tl.int32, bitcast=True) >> 23
-            at_scale = scales + block * scale_block + entry * scale_entry + group[:, None]
-            tl.store(at_scale, byte.to(tl.uint8), held)
-            if DENSE:
-                copy = dense + block * dense_block + entry * dense_entry
-                tl.store(copy + at, rounded * scale, held)
+        put_entry(
+            x, place, codes, scales, dense, D, entries,
+            code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
+            FORMAT, DENSE, G, SIZE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -104,28 +121,38 @@ def _load(
     tl.store(out + row * D + at, values, held)
 
 
-def _group_size(cache: PagedCache) -> int:
+def group_size(cache: PagedCache) -> int:
+    """Values that a program takes as a group: of one scale, or of a divisor of the entry."""
     return 16 if cache.format == "main_fp4" or cache.dim % 32 else 32
+
+
+def parts_of(cache: PagedCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Return codes, scales and decoded copies, something else where there are none, and strides."""
+    codes = cache.codes
+    scales = codes if cache.scales is None else cache.scales
+    dense = codes if cache.dense is None else cache.dense
+    return (codes, scales, dense), (
+        codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
+        dense.stride(0), dense.stride(1),
+    )  # fmt: skip
 
 
 def cache_store(cache: PagedCache, values: Tensor, idx: Tensor) -> None:
     """As the reference."""
     values = values if values.stride(1) == 1 else values.contiguous()
-    codes, size = cache.codes, _group_size(cache)
-    scales = codes if cache.scales is None else cache.scales
-    dense = codes if cache.dense is None else cache.dense
+    size = group_size(cache)
+    parts, strides = parts_of(cache)
     launch(
-        _store, (idx.shape[0],), values, idx.contiguous(), codes, scales, dense, cache.dim,
-        values.stride(0), codes.shape[1], codes.stride(0), codes.stride(1), scales.stride(0),
-        scales.stride(1), dense.stride(0), dense.stride(1), FORMAT=cache.format,
-        DENSE=cache.dense is not None, G=next_power(cache.dim // size), SIZE=size,
+        _store, (idx.shape[0],), values, idx.contiguous(), *parts, cache.dim, values.stride(0),
+        cache.codes.shape[1], *strides, FORMAT=cache.format, DENSE=cache.dense is not None,
+        G=next_power(cache.dim // size), SIZE=size,
     )  # fmt: skip
 
 
 def cache_load(cache: PagedCache, idx: Tensor) -> Tensor:
     """As the reference; decodes even where decoded copies exist."""
     out = torch.empty(idx.shape[0], cache.dim, dtype=torch.float32, device=idx.device)
-    codes, size = cache.codes, _group_size(cache)
+    codes, size = cache.codes, group_size(cache)
     scales = codes if cache.scales is None else cache.scales
     launch(
         _load, (idx.shape[0],), idx.contiguous(), codes, scales, out, cache.dim, codes.shape[1],

@@ -1,4 +1,4 @@
-"""From entries of a sequence to entries of a cache, through its block table."""
+"""From entries of a sequence to entries of a cache, and from columns to entries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-__all__ = ["flat_entries"]
+__all__ = ["block_entries", "flat_entries"]
 
 
 def flat_entries(entries: Tensor, table: Tensor, rows: Tensor, per_block: int) -> Tensor:
@@ -23,3 +23,17 @@ def flat_entries(entries: Tensor, table: Tensor, rows: Tensor, per_block: int) -
     held = entries.clamp(min=0)
     page = table[rows[:, None], held // per_block]
     return (page * per_block + held % per_block).masked_fill_(entries < 0, -1)
+
+
+def block_entries(found: Tensor, blocks: Tensor, size: int) -> Tensor:
+    """Return the entries of a sequence that columns of its candidate blocks stand for.
+
+    found   [T, K]  int64 columns, -1 = absent, and stays so
+    blocks  [T, N]  int64: column c is entry c % size of block blocks[c // size]
+    """
+    if found.device.type == "cuda" and find_spec("triton"):
+        from deepinfer.kernels.paged_index import triton
+
+        return triton.block_entries(found, blocks, size)
+    held = found.clamp(min=0)
+    return (blocks.gather(1, held // size) * size + held % size).masked_fill_(found < 0, -1)

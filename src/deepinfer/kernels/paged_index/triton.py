@@ -142,3 +142,29 @@ def flat_entries(entries: Tensor, table: Tensor, rows: Tensor, per_block: int) -
             count, per_block, table.stride(0), BLOCK=block,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _block_entries(found, blocks, out, K, N, size, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = column < K
+    place = tl.load(found + row * K + column, held, -1)
+    known = held & (place >= 0)
+    place = tl.where(known, place, 0)
+    entry = tl.load(blocks + row * N + place // size, known, 0) * size + place % size
+    tl.store(out + row * K + column, tl.where(known, entry, -1), held)
+
+
+def block_entries(found: Tensor, blocks: Tensor, size: int) -> Tensor:
+    """As `places.block_entries`."""
+    found, blocks = found.contiguous(), blocks.contiguous()
+    out = torch.empty_like(found)
+    num_rows, count = found.shape
+    if out.numel():
+        block = min(512, next_power(count))
+        launch(
+            _block_entries, (ceil_div(count, block), num_rows), found, blocks, out, count,
+            blocks.shape[1], size, BLOCK=block,
+        )  # fmt: skip
+    return out

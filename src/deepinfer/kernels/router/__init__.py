@@ -10,7 +10,7 @@ from deepinfer.kernels.contract import check
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.router import reference
 
-__all__ = ["route"]
+__all__ = ["route", "route_rounded"]
 
 
 def route(
@@ -34,4 +34,22 @@ def route(
     Source: weights specification, 4.1.
     """
     check("route", ("x", x, "T C"), ("gate.stored", gate.stored, "E C"), ("bias", bias, "E"))
+    return impl(x, gate, bias, num_active, scaling)
+
+
+def route_rounded(
+    x: Tensor,
+    gate: DenseWeight,
+    bias: Tensor,
+    num_active: int,
+    scaling: float,
+    *,
+    impl: Callable[
+        [Tensor, DenseWeight, Tensor, int, float], tuple[Tensor, Tensor, Tensor]
+    ] = reference.route_rounded,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Equal `route`, and `round_trip` of x with ACT8, which all experts take: that comes third."""
+    check(
+        "route_rounded", ("x", x, "T C"), ("gate.stored", gate.stored, "E C"), ("bias", bias, "E")
+    )
     return impl(x, gate, bias, num_active, scaling)

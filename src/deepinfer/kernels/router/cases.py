@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Final
 
 import torch
@@ -40,10 +41,16 @@ def _case(
     )
 
 
-CASES: Final = (
+_ROUTES: Final = (
     _case("eight experts", 8, 3, 64, 1.0),
     _case("steep", 24, 6, 96, 30.0),
     _case("pairs of equal experts", 12, 5, 64, 1.0, ties=True),
     _case("real", 384, 6, 5120, 1.0, timed=(32, 192, 4096)),
     _case("all chosen", 4, 4, 32, 1.0),
+)
+
+CASES: Final = _ROUTES + tuple(
+    dataclasses.replace(case, op="route_rounded")
+    for case in _ROUTES
+    if case.name in ("eight experts", "steep", "real")
 )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.linear import DenseWeight
+from deepinfer.kernels.quantize.reference import round_trip
 from deepinfer.kernels.rows import matmul_rows, sum_in_order
 
 EPS: Final = 1e-20  # of the weights' sum; equals rms_norm_eps by accident
@@ -24,3 +25,10 @@ def route(
     weights = scores.gather(1, chosen)
     weights = weights / (sum_in_order(weights, 1).unsqueeze(1) + EPS)
     return chosen, weights * scaling
+
+
+def route_rounded(
+    x: Tensor, gate: DenseWeight, bias: Tensor, num_active: int, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Route, round."""
+    return *route(x, gate, bias, num_active, scaling), round_trip(x, "act8")

@@ -13,7 +13,15 @@ from torch import Tensor
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.linear.triton import tile_rows
 from deepinfer.kernels.router.reference import EPS
-from deepinfer.kernels.tiles import ceil_div, dot, launch, next_power, runs_on_bf16
+from deepinfer.kernels.tiles import (
+    act8_round_trip,
+    ceil_div,
+    dot,
+    launch,
+    narrow,
+    next_power,
+    runs_on_bf16,
+)
 
 _EXPERTS, _INPUTS, _PART = 64, 64, 640
 
@@ -42,10 +50,11 @@ def _scores(
 
 
 @triton.jit
-def _pick(
-    sums, bias, chosen, weights, T, E, parts, scaling, eps, K: tl.constexpr, BE: tl.constexpr
+def _choose(
+    sums, bias, chosen, weights, row, T, E, parts, scaling, eps,
+    K: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    """Pick a row's experts from the parts of its scores."""
     expert = tl.arange(0, BE)
     held = expert < E
     logit = tl.zeros((BE,), tl.float32)
@@ -76,10 +85,43 @@ def _pick(
         held = held & (expert != place)
 
 
+@triton.jit
+def _pick(
+    sums, bias, chosen, weights, x, out, T, E, C, parts, scaling, eps, x_row,
+    K: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Program (row, 0) picks experts, program (row, i) rounds BC values of x with ACT8."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if part == 0:
+        _choose(sums, bias, chosen, weights, row, T, E, parts, scaling, eps, K, BE)
+    else:
+        column = (part - 1) * BC + tl.arange(0, BC)
+        held = column < C
+        values = tl.load(x + row * x_row + column, held, 0.0).to(tl.float32)
+        values = tl.reshape(act8_round_trip(tl.reshape(values, (1, BC)), 1, BC), (BC,))
+        tl.store(out + row * C + column, narrow(values, out.dtype.element_ty), held)
+
+
 def route(
     x: Tensor, gate: DenseWeight, bias: Tensor, num_active: int, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """As the reference."""
+    return _route(x, gate, bias, num_active, scaling, None)
+
+
+def route_rounded(
+    x: Tensor, gate: DenseWeight, bias: Tensor, num_active: int, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return *_route(x, gate, bias, num_active, scaling, out), out
+
+
+def _route(
+    x: Tensor, gate: DenseWeight, bias: Tensor, num_active: int, scaling: float, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Route, and round x into `out` where there is one."""
     num_rows, num_experts = x.shape[0], bias.shape[0]
     chosen = torch.empty(num_rows, num_active, dtype=torch.int64, device=x.device)
     weights = torch.empty(num_rows, num_active, dtype=torch.float32, device=x.device)
@@ -96,8 +138,10 @@ def route(
         x, stored, sums, num_rows, num_experts, width, x.stride(0), _PART,
         BF16=bf16, BT=rows, BN=_EXPERTS, BK=_INPUTS,
     )  # fmt: skip
+    block = min(1024, next_power(width, 32))
     launch(
-        _pick, (num_rows,), sums, bias, chosen, weights, num_rows, num_experts, parts,
-        float(scaling), EPS, K=num_active, BE=next_power(num_experts),
+        _pick, (num_rows, 1 if out is None else 1 + ceil_div(width, block)), sums, bias, chosen,
+        weights, x, x if out is None else out, num_rows, num_experts, width, parts,
+        float(scaling), EPS, x.stride(0), K=num_active, BE=next_power(num_experts), BC=block,
     )  # fmt: skip
     return chosen, weights

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,37 +20,68 @@ from deepinfer.model.fast.weights import AttentionWeights, BlockWeights
 __all__ = [
     "attention",
     "project",
-    "project_entries",
     "project_output",
-    "shared_window",
+    "store_entries",
     "store_window",
 ]
 
 
+Target = tuple[PagedCache, Tensor]
+"""A cache, and which of its entries rows go to, [T] int64."""
+
+
 def project(
-    step: Pass, weights: AttentionWeights, x: Tensor, rotation: Rotation
-) -> tuple[Tensor, Tensor, Tensor]:
+    step: Pass,
+    weights: AttentionWeights,
+    x: Tensor,
+    rotation: Rotation,
+    into: Target | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the query latent [T, rank], queries [T, H, D] and window entries [T, D] of x [T, C].
 
     Queries and entries are rotated, entries not yet quantized; the latent is where ops fuse.
+    into  store the entries here instead of returning them
     """
     ops, config, quantize = step.ops, step.config, step.numerics.quantize
     both = ops.fp8_linear(x, weights.wq_a_wkv, quantize)
-    if step.fuses:
-        norms = weights.q_norm, weights.kv_norm
+    norms = weights.q_norm, weights.kv_norm
+    kv: Tensor | None = None
+    if step.fuses and into is not None:
+        latent = ops.latent_store(both, *norms, *rotation, config.rms_norm_eps, quantize, *into)
+    elif step.fuses:
         latent, kv = ops.latent_entry(both, *norms, *rotation, config.rms_norm_eps, quantize)
     else:
         latent = ops.rms_norm(both[:, : config.q_lora_rank], weights.q_norm, config.rms_norm_eps)
         kv = _entries(step, weights, both[:, config.q_lora_rank :], rotation)
+        if into is not None:
+            ops.cache_store(into[0], kv, into[1])
+            kv = None
     q = ops.fp8_linear(latent, weights.wq_b, quantize and not step.fuses)
     q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
     return latent, ops.rotate_tail(q, *rotation, reuse=True), kv
 
 
-def project_entries(step: Pass, weights: AttentionWeights, x: Tensor, rotation: Rotation) -> Tensor:
-    """Return only the window entries [T, D] of x [T, C]."""
-    both = step.ops.fp8_linear(x, weights.wq_a_wkv, step.numerics.quantize)
-    return _entries(step, weights, both[:, step.config.q_lora_rank :], rotation)
+def store_entries(
+    step: Step, targets: Sequence[tuple[AttentionWeights, PagedCache]], x: Tensor
+) -> None:
+    """Store the window entries of x [T, C] only, of several sublayers of draft blocks."""
+    ops, config, rotation = step.ops, step.config, step.rotation[False]
+    if step.fuses:  # all of them take x rounded
+        x = step.act_quantized(x, "act8")
+    quantize = step.numerics.quantize and not step.fuses
+    for weights, cache in targets:
+        kv = ops.fp8_linear(x, weights.wq_a_wkv, quantize)[:, config.q_lora_rank :]
+        if step.fuses and _stores_directly(step):
+            ops.entry_store(
+                kv, weights.kv_norm, *rotation, config.rms_norm_eps, cache, step.inputs.window_store
+            )
+        else:
+            store_window(step, cache, shared_window(step, _entries(step, weights, kv, rotation)))
+
+
+def _stores_directly(step: Step) -> bool:
+    """Whether every row's entry goes to one place, which is this rank's."""
+    return step.inputs.window_save is None and step.inputs.context is None
 
 
 def _entries(step: Pass, weights: AttentionWeights, kv: Tensor, rotation: Rotation) -> Tensor:
@@ -76,14 +109,17 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
     """
     ops, config, weights = step.ops, step.config, block.attention
     rotation = step.rotation[layer.ratio > 0]
-    latent, q, kv = project(step, weights, x, rotation)
     window = step.caches.windows[layer.layer_id]
     paged = step.inputs.paged and (step.inputs.decode or _reads_packed(step, window))
-    if paged and step.inputs.decode:
+    into: Target | None = None
+    if paged and step.inputs.decode and _stores_directly(step):
+        into = window, step.inputs.window_store
+    latent, q, kv = project(step, weights, x, rotation, into)
+    if kv is not None and paged and step.inputs.decode:
         store_window(step, window, kv)
-    elif paged:
+    elif kv is not None and paged:
         window = pack_window(step, window, kv)
-    else:
+    elif kv is not None:
         window_kv, window_idx = read_window(step, window, kv)
     main_kv = main_idx = None
     if layer.kv_source is not None and layer.index_source is not None:

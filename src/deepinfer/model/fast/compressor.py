@@ -36,11 +36,15 @@ def compress_step(step: Step, layer: LayerConfig, weights: CompressorWeights, x:
         latent = shared(latent)
     cos, sin = step.emit_rotation[layer.ratio]
     key = ops.dense_linear(latent, weights.index_wk, x.dtype)
-    key = ops.rms_norm(key, weights.index_k_norm, config.rms_norm_eps)
-    key = ops.rotate_tail(key, cos, sin)
-    ops.cache_store(caches.index[layer.layer_id], key, ratio.emit_entries)
-    entry = ops.rotate_tail(latent, cos, sin)
-    ops.cache_store(caches.main[layer.layer_id], entry, ratio.emit_entries)
+    eps, entries = config.rms_norm_eps, ratio.emit_entries
+    index, main = caches.index[layer.layer_id], caches.main[layer.layer_id]
+    if step.fuses:
+        ops.entry_store(key, weights.index_k_norm, cos, sin, eps, index, entries)
+        ops.entry_store(latent, None, cos, sin, eps, main, entries)
+        return
+    key = ops.rotate_tail(ops.rms_norm(key, weights.index_k_norm, eps), cos, sin)
+    ops.cache_store(index, key, entries)
+    ops.cache_store(main, ops.rotate_tail(latent, cos, sin), entries)
 
 
 def _pool(step: Step, layer: LayerConfig, weights: CompressorWeights, x: Tensor) -> Tensor:

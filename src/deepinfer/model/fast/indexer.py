@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from deepinfer.config import LayerConfig
-from deepinfer.kernels.paged_index.places import flat_entries
+from deepinfer.kernels.paged_index.places import block_entries, flat_entries
 from deepinfer.model.fast.inputs import RatioInputs
 from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import IndexerWeights
@@ -38,7 +38,7 @@ def select(
     q = step.act_quantized(ops.rotate_tail(q, cos, sin, reuse=True), "act4_e8")
     head_weight = ops.dense_linear(x, weights.weights_proj, x.dtype)
     factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-    choose(step, layer, q, (head_weight.float() * factor).to(x.dtype))
+    choose(step, layer, q, head_weight * factor)
 
 
 def select_all(step: Step, layer: LayerConfig) -> bool:
@@ -83,9 +83,9 @@ def choose(step: Step, layer: LayerConfig, q: Tensor, head_weight: Tensor) -> No
             scores = scores.masked_fill(~kept, -math.inf)
         parts.append(ops.select_topk(scores, visible, config.index_topk))
     if candidates:
-        step.candidates = torch.cat(candidates)
+        step.candidates = _joined(candidates)
         _note_candidates(step, ratio)
-    _keep(step, layer, torch.cat(parts))
+    _keep(step, layer, _joined(parts))
 
 
 def _note_candidates(step: Step, ratio: RatioInputs) -> None:
@@ -136,13 +136,15 @@ def _choose_paged(step: Step, layer: LayerConfig, q: Tensor, head_weight: Tensor
             continue
         every = torch.full_like(visible, columns)
         found = ops.select_topk(scores, every, config.index_topk)
-        held = found.clamp(min=0)
-        entry = blocks.gather(1, held // size) * size + held % size
-        parts.append(entry.masked_fill_(found < 0, -1))
+        parts.append(block_entries(found, blocks, size))
     if candidates:
-        step.candidates = torch.cat(candidates)
+        step.candidates = _joined(candidates)
         _note_candidates(step, ratio)
-    _keep(step, layer, torch.cat(parts))
+    _keep(step, layer, _joined(parts))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def _score_groups(step: Step, ratio: RatioInputs) -> Iterator[tuple[slice, Tensor]]:
@@ -164,7 +166,8 @@ def _score_groups(step: Step, ratio: RatioInputs) -> Iterator[tuple[slice, Tenso
 
 def _keep(step: Step, layer: LayerConfig, topk: Tensor) -> None:
     step.topk[layer.layer_id] = topk
-    step.note("idx_topk", topk.int())
+    if step.trace is not None:
+        step.note("idx_topk", topk.int())
 
 
 def _note_all_blocks(step: Step, visible: Tensor, max_visible: int) -> None:

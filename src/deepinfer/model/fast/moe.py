@@ -21,13 +21,19 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
     shared expert last.
     """
     ops, config, quantize = step.ops, step.config, step.numerics.quantize
-    chosen, weight = ops.route(
-        x, weights.gate, weights.bias, num_active, config.routed_scaling_factor
-    )
-    step.note("route_idx", chosen.int())
-    step.note("route_weight", weight)
+    given = x, weights.gate, weights.bias, num_active, config.routed_scaling_factor
+    quantized = x
+    if quantize and step.fuses:
+        chosen, weight, quantized = ops.route_rounded(*given)
+    else:
+        chosen, weight = ops.route(*given)
+    if step.trace is not None:
+        step.note("route_idx", chosen.int())
+        step.note("route_weight", weight)
     if weights.ranks is not None:
-        return _ranked(step, weights, weights.ranks, x, chosen, weight)
+        if quantized is x:
+            quantized = step.act_quantized(x, "act8")
+        return _ranked(step, weights, weights.ranks, quantized, chosen, weight)
     held = weights.w2.codes.shape[0]
     whole = held == weights.bias.shape[0]
     if not whole:  # a slice of the experts stands for all; a row may take one of them twice
@@ -46,7 +52,8 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
             quantize,
         )
     groups = group(chosen, weight, held, step.live)
-    quantized = step.act_quantized(x, "act8")
+    if quantized is x:
+        quantized = step.act_quantized(x, "act8")
     routed = ops.routed_experts(
         quantized,
         groups.rows,
@@ -73,14 +80,20 @@ def serve_experts(step: Pass, weights: MoeWeights, num_active: int) -> None:
 
 
 def _ranked(
-    step: Pass, weights: MoeWeights, ranks: LayerExperts, x: Tensor, chosen: Tensor, weight: Tensor
+    step: Pass,
+    weights: MoeWeights,
+    ranks: LayerExperts,
+    quantized: Tensor,
+    chosen: Tensor,
+    weight: Tensor,
 ) -> Tensor:
     """Run experts that other ranks hold as well; the shared expert runs while rows travel.
 
-    Every choice's row comes back unsummed, and the sum is that of one process.
+    Every choice's row comes back unsummed, and the sum is that of one process. Rounding twice with
+    ACT8 changes nothing, so a back end that rounds as it packs takes rounded rows, too.
     """
-    pending, places = ranks.dispatch(x, chosen, weight, step.live)
-    shared = _shared(step, weights, step.act_quantized(x, "act8"))
+    pending, places = ranks.dispatch(quantized, chosen, weight, step.live)
+    shared = _shared(step, weights, quantized)
     terms = _serve(step, weights, ranks, pending)
     return combine(terms.flatten(0, 1), places, shared)
 
