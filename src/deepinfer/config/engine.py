@@ -306,6 +306,13 @@ class NumericsConfig(_Group):
         default="exact",
         metadata=_about("products of routed experts: exact, or in e4m3 where a card has them"),
     )
+    dense_copies: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata=_about(
+            "bf16 copies of FP8 matrices on a card, for steps of many rows; auto = where they take "
+            "at most an eighth of its memory and batch_invariant is false"
+        ),
+    )
     batch_invariant: bool = field(
         default=True, metadata=_about("a row's bits do not depend on its batch")
     )
@@ -594,6 +601,12 @@ def _conflicts(config: EngineConfig) -> list[str]:
         problems.append(
             f"speculation.confidence_temperatures: found {given} values, expected none, one or "
             f"speculation.num_drafts ({config.speculation.num_drafts})"
+        )
+    if numerics.batch_invariant and numerics.dense_copies == "on":
+        problems.append(
+            'numerics.dense_copies: found "on" under numerics.batch_invariant: the library that '
+            'multiplies with copies sums in an order that depends on the batch; expected "auto" or '
+            '"off", or batch_invariant false'
         )
     if (
         numerics.batch_invariant

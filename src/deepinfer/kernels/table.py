@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["TABLE", "W4A8", "Implementation"]
+__all__ = ["COPIES", "TABLE", "W4A8", "Implementation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,18 @@ def _hopper(
 W4A8: Final = "cuda W4A8"
 """Expert products in e4m3: other numbers, so taken only where asked for."""
 
+COPIES: Final = "cuda and cuBLAS"
+"""Products of many rows on bf16 copies of FP8 weights: memory for speed, taken where asked for."""
+
 _PACKED: Final = (
     "weights packed as tensor instructions read them; their K shared where rows are few"
+)
+_COPIED: Final = _hopper(
+    "linear.copied",
+    "many rows on bf16 copies of the weights: numerics.dense_copies",
+    name=COPIES,
+    invariant=False,
+    chosen=False,
 )
 _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "dense_linear": (
@@ -107,8 +117,8 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
             "cublas", "linear.cublas", ("sm90",), False, "the head through cuBLAS", needs="triton"
         ),
     ),
-    "fp8_linear": (_hopper("linear.sm90", _PACKED, invariant=False),),
-    "grouped_linear": (_hopper("linear.sm90", _PACKED, invariant=False),),
+    "fp8_linear": (_hopper("linear.sm90", _PACKED, invariant=False), _COPIED),
+    "grouped_linear": (_hopper("linear.sm90", _PACKED, invariant=False), _COPIED),
     "expert_linear": (
         _hopper("expert_linear.sm90", "weights packed as tensor instructions read them, exact"),
         _hopper(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import MutableMapping, Sequence
 
@@ -16,11 +17,13 @@ from deepinfer.cache.tensors import Caches
 from deepinfer.config import ModelConfig
 from deepinfer.config.engine import NumericsConfig
 from deepinfer.device import pick_device
+from deepinfer.device.base import Capability
 from deepinfer.errors import TokenizerError
+from deepinfer.kernels.libraries import is_usable
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.rope.tables import compressed_inv_freq, window_inv_freq
 from deepinfer.kernels.rows import sum_in_order
-from deepinfer.kernels.table import W4A8
+from deepinfer.kernels.table import COPIES, TABLE, W4A8
 from deepinfer.model.dspark import DraftModel
 from deepinfer.model.fast.attention import attention
 from deepinfer.model.fast.block import Open, run_block, run_open, sites_of, start_streams
@@ -33,6 +36,7 @@ from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import BlockWeights, Loader
 from deepinfer.parallel.experts import ExpertRanks
 from deepinfer.parallel.tables import MakeTable, Read
+from deepinfer.weights.layout import FP8, expected_tensors
 from deepinfer.weights.load import TensorSource
 from deepinfer.weights.reader import Checkpoint
 
@@ -59,11 +63,31 @@ def resolve_numerics(config: NumericsConfig, device: torch.device) -> Numerics:
     )
 
 
-def asked_ops(numerics: NumericsConfig) -> dict[str, str]:
+def asked_ops(
+    numerics: NumericsConfig, capability: Capability, config: ModelConfig
+) -> dict[str, str]:
     """Return the implementations that settings name: op -> implementation."""
-    if numerics.expert_products == "exact":
-        return {}
-    return dict.fromkeys(("expert_linear", "routed_experts"), W4A8)
+    asked: dict[str, str] = {}
+    if numerics.expert_products != "exact":
+        asked |= dict.fromkeys(("expert_linear", "routed_experts"), W4A8)
+    if numerics.dense_copies == "on" or (
+        numerics.dense_copies == "auto" and _copies_pay(numerics, capability, config)
+    ):
+        asked |= dict.fromkeys(("fp8_linear", "grouped_linear"), COPIES)
+    return asked
+
+
+def _copies_pay(numerics: NumericsConfig, capability: Capability, config: ModelConfig) -> bool:
+    """Whether bf16 copies of all FP8 matrices take at most an eighth of a card that uses them."""
+    line = next(line for line in TABLE["fp8_linear"] if line.name == COPIES)
+    if numerics.batch_invariant or capability.arch not in line.archs or not is_usable(line.needs):
+        return False
+    copied = sum(
+        2 * math.prod(spec.shape)
+        for spec in expected_tensors(config).values()
+        if spec.dtype == FP8 and len(spec.shape) == 2 and spec.part in ("backbone", "draft")
+    )
+    return 8 * copied <= capability.total_bytes
 
 
 class _Kept(threading.local):
@@ -148,7 +172,11 @@ class FastModel:
         device = torch.device(device)
         capability = pick_device(str(device)).capability
         ops = Ops.resolve(
-            capability, only_reference, checked, numerics.batch_invariant, asked_ops(numerics)
+            capability,
+            only_reference,
+            checked,
+            numerics.batch_invariant,
+            asked_ops(numerics, capability, checkpoint.config),
         )
         source = TensorSource(checkpoint)
         loader = Loader(source, checkpoint.config, device, dequantized_bytes, ranks, tables)

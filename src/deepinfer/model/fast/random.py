@@ -237,7 +237,8 @@ def random_model(
     loader = random_weights(config, device, experts, seed)
     picked = pick_device(str(loader.device))
     numerics = numerics or NumericsConfig()
-    alone, asked = numerics.batch_invariant, asked_ops(numerics)
+    alone = numerics.batch_invariant
+    asked = asked_ops(numerics, picked.capability, config)
     ops = Ops.resolve(picked.capability, only_reference, False, alone, asked)
     token_map = None
     if config.engram_layer_ids:

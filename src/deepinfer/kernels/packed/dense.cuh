@@ -1,0 +1,438 @@
+// Dense products of packed e4m3 weights with bf16 tokens on SM90a: out[t, n] = sum_k x[t, k] * w[n, k].
+//
+// Weights are the wide side of the tensor instruction (64 rows, decoded in registers), tokens its
+// narrow side. One thread asks the copy engine for both: weights as runs of packed blocks, tokens as
+// swizzled boxes, so nothing but barriers stands between a free stage and its next contents. A tile
+// takes up to 192 tokens, so that in decode steps each weight is read and decoded once.
+//
+// The blocks of a cluster share a tile's K and add up their parts in the order of their ranks. How
+// many they are depends on the matrix alone: a row's bits do not depend on its batch.
+#pragma once
+#include "decode.cuh"
+#ifdef __CUDACC__
+#include "mma.cuh"
+#include "ptx.cuh"
+
+#include "boxes.cuh"
+#endif
+
+struct DenseArgs {
+  const unsigned char* weight;  // [groups * outputs / 256][K/64][4][BLOCK]
+  const float* row_scale;       // [groups * outputs]
+  unsigned short* out;          // [rows, out_row] bf16
+  // Every group of the matrix's rows takes its own K inputs of the same rows of x.
+  int groups, outputs, inputs, rows, out_row;
+  int share;  // tokens of a tile, a multiple of 8
+};
+
+// GROUPS consumer warpgroups of TILES 64-row tiles, at most TOKENS tokens a tile, STAGES stages of
+// BLOCKS 64-wide K blocks; PER_SM blocks fit a multiprocessor. Weights are decoded STEPS times 16
+// inputs ahead of their products.
+template <int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, int PER_SM, int STEPS>
+struct Dense {
+  static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
+  static constexpr int HEIGHT = 64 * PARTS;
+  static constexpr int RESIDENT = PER_SM;
+  static constexpr int PIECES = 4 / STEPS;
+  static constexpr int UNITS = BLOCKS * TILES * PIECES;  // of STEPS instructions in a stage
+  static_assert(STEPS == 2 || STEPS == 4, "whole groups of 32 inputs");
+  static constexpr int CODES = 4096, BLOCK = CODES + 16;
+  static constexpr int WEIGHT_BYTES = BLOCKS * PARTS * BLOCK;
+  static constexpr int TOKEN_BYTES = BLOCKS * TOKENS * 128;
+  static constexpr int CONSUMERS = 128 * GROUPS;
+  static constexpr int THREADS = CONSUMERS + 128;
+  static constexpr int CONSUMER_REGS = PER_SM == 2 ? 96 : GROUPS == 3 ? 152 : TILES == 2 ? 240 : 224;
+  static constexpr int PRODUCER_REGS = TILES == 2 ? 24 : 56;
+  static constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;  // tokens that are stored at a time
+  static constexpr int RING = STAGES * (WEIGHT_BYTES + TOKEN_BYTES);
+  static constexpr int SHARED = RING + GROUPS * CHUNK * 128 + 16 * STAGES + 1024;
+  static constexpr int PITCH = HEIGHT + 4;  // floats of a token's partial sums: no bank conflicts
+  static constexpr bool SHARES = TOKENS * PITCH * 4 <= RING;  // blocks of a cluster may share K
+  static_assert(WEIGHT_BYTES % 16 == 0 && TOKEN_BYTES % 1024 == 0, "alignment of copies");
+
+  struct Place {  // of a tile: group, first output in it, 64-row blocks, first row, number of rows
+    int group, output, blocks, row, rows;
+  };
+
+  __host__ __device__ static int tiles_high(const DenseArgs& a) {
+    return (a.outputs + HEIGHT - 1) / HEIGHT;
+  }
+  __host__ __device__ static int tiles(const DenseArgs& a) {
+    return (a.rows + a.share - 1) / a.share * tiles_high(a) * a.groups;
+  }
+
+  static __device__ Place locate(const DenseArgs& a, int tile) {
+    const int high = tiles_high(a), wide = (a.rows + a.share - 1) / a.share;
+    Place p;
+    p.group = tile / wide / high;
+    p.output = tile / wide % high * HEIGHT;
+    p.blocks = min(PARTS, (a.outputs - p.output) / 64);
+    p.row = tile % wide * a.share;
+    p.rows = min(a.share, a.rows - p.row);
+    return p;
+  }
+
+  struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ void next() {
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+  };
+
+  // First K block of a rank's share.
+  static __device__ int share_of(const DenseArgs& a, int rank) {
+    return a.inputs / 128 * rank / cluster_blocks() * 2;
+  }
+
+  static __device__ void fetch_weights(const DenseArgs& a, const Place& p, int block, u32 target,
+                                       u32 bar, u64 policy) {
+    const int first = (p.group * a.outputs + p.output) / 64, wide = a.inputs / 64;
+#pragma unroll
+    for (int k = 0; k < BLOCKS; ++k) {
+      const u32 to = target + k * (PARTS * BLOCK);
+      if constexpr (PARTS == 2 || PARTS == 4) {
+        const size_t from = (size_t(first / 4) * wide + block + k) * 4 + first % 4;
+        bulk_copy(to, a.weight + from * BLOCK, PARTS * BLOCK, bar, policy);
+      } else {
+        for (int i = 0; i < p.blocks; ++i) {
+          const size_t from = (size_t((first + i) / 4) * wide + block + k) * 4 + (first + i) % 4;
+          bulk_copy(to + i * BLOCK, a.weight + from * BLOCK, BLOCK, bar, policy);
+        }
+      }
+    }
+  }
+
+  static __device__ void fetch_tokens(const DenseArgs& a, const TokenMap& map, const Place& p, int block,
+                                      u32 target, u32 bar) {
+#pragma unroll
+    for (int k = 0; k < BLOCKS; ++k)
+      copy_tokens(target + k * (TOKENS * 128), map, (p.group * (a.inputs / 64) + block + k) * 128, p.row,
+               bar);
+  }
+
+  static __device__ void produce(const DenseArgs& a, const TokenMap& map, int total, u32 tokens,
+                                 u32 weights, u32 full, u32 empty) {
+    const int size = cluster_blocks(), start = blockIdx.x / size, stride = gridDim.x / size;
+    const int begin = share_of(a, cluster_place()), end = share_of(a, cluster_place() + 1);
+    const u64 policy = read_once();
+    const u32 of_tokens = a.share * (128 * BLOCKS);
+    // Weights do not wait for the kernel before this one, which makes the tokens.
+    int ahead = start < total ? min(STAGES, (end - begin) / BLOCKS) : 0;
+    for (int i = 0; i < ahead; ++i) {
+      const Place p = locate(a, start);
+      barrier_expect(full + 8 * i, p.blocks * (BLOCKS * BLOCK) + of_tokens);
+      fetch_weights(a, p, begin + i * BLOCKS, weights + i * WEIGHT_BYTES, full + 8 * i, policy);
+    }
+    previous_kernel_wait();
+    Ring ring;
+    for (int tile = start; tile < total; tile += stride) {
+      const Place p = locate(a, tile);
+      for (int block = begin; block < end; block += BLOCKS) {
+        const u32 bar = full + 8 * ring.stage;
+        if (--ahead < 0) {
+          barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+          barrier_expect(bar, p.blocks * (BLOCKS * BLOCK) + of_tokens);
+          fetch_weights(a, p, block, weights + ring.stage * WEIGHT_BYTES, bar, policy);
+        }
+        fetch_tokens(a, map, p, block, tokens + ring.stage * TOKEN_BYTES, bar);
+        ring.next();
+      }
+    }
+  }
+
+  // One unit: 64 rows by 16 * STEPS inputs, as registers of A.
+  static __device__ void decode(u32 block, int piece, u32 (&a)[4 * STEPS]) {
+    const int t = threadIdx.x & 127;
+    const u32 s = load4(block + CODES + (t >> 6) * 4) >> (8 * piece);
+#pragma unroll
+    for (int group = 0; group < STEPS / 2; ++group) {
+      const uint4 q = load16(block + (piece + group) * 2048 + t * 16);
+      const u32 factor = (group ? (s >> 8) & 255 : s & 255) * 0x00800080u;
+      const u32 words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        u32 pair[4];
+        fp8_to_pairs(words[2 * k], pair[0], pair[1]);
+        fp8_to_pairs(words[2 * k + 1], pair[2], pair[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[(2 * group + k) * 4 + i] = times(pair[i], factor);
+      }
+    }
+  }
+
+  // Descriptor of swizzled token rows: 8 rows of 128 bytes an atom.
+  static __device__ u64 describe(u32 at) {
+    return u64((at & 0x3FFFF) >> 4) | (u64(1) << 16) | (u64(64) << 32) | (u64(1) << 62);
+  }
+
+  template <int N>
+  struct Sums {
+    float of[TILES][N / 2];
+  };
+
+  template <int UNIT>
+  static __device__ void decode_unit(u32 weights, u32 (&a)[4 * STEPS]) {
+    constexpr int k = UNIT / (PIECES * TILES), tile = UNIT / PIECES % TILES;
+    decode(weights + (k * PARTS + threadIdx.x / 128 * TILES + tile) * BLOCK, UNIT % PIECES, a);
+  }
+
+  struct Stage {  // where the stage in use lies
+    u32 tokens, weights, empty;
+  };
+
+  static __device__ Stage enter(Ring& ring, u32 tokens, u32 weights, u32 full, u32 empty) {
+    barrier_wait(full + 8 * ring.stage, ring.parity);
+    const Stage s = {tokens + ring.stage * TOKEN_BYTES, weights + ring.stage * WEIGHT_BYTES,
+                     empty + 8 * ring.stage};
+    ring.next();
+    return s;
+  }
+
+  // Multiply unit UNIT of a stage, held in `now`; meanwhile decode the unit after it into `then`.
+  template <int N, int UNIT>
+  static __device__ void unit(Sums<N>& sums, u32 (&now)[4 * STEPS], u32 (&then)[4 * STEPS],
+                              Stage& stage, bool more, Ring& ring, u32 tokens, u32 weights, u32 full,
+                              u32 empty) {
+    constexpr int atom = UNIT / (PIECES * TILES), tile = UNIT / PIECES % TILES;
+    const u64 b = describe(stage.tokens + atom * (TOKENS * 128)) + UNIT % PIECES * (2 * STEPS);
+    const u32 release = stage.empty;
+    keep_in_place(now);
+    group_fence();
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) Mma<false, N>::run(sums.of[tile], now + 4 * k, b + 2 * k, 1);
+    group_commit();
+    if constexpr (UNIT + 1 < UNITS) {
+      // A branch that is always taken: the assembler moves products behind decoding within a block.
+      if (release) decode_unit<UNIT + 1>(stage.weights, then);
+    } else {
+      if (more) {
+        stage = enter(ring, tokens, weights, full, empty);
+        decode_unit<0>(stage.weights, then);
+      }
+    }
+    keep_in_place(then);
+    group_wait();
+    if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
+    if constexpr (UNIT + 1 < UNITS)
+      unit<N, UNIT + 1>(sums, then, now, stage, more, ring, tokens, weights, full, empty);
+  }
+
+  template <int N>
+  static __device__ void multiply(const DenseArgs& a, const Place& p, Ring& ring, u32 tokens,
+                                  u32 weights, u32 full, u32 empty, u32 staging) {
+    Sums<N> sums;
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sums.of[m][i] = 0.f;
+    u32 even[4 * STEPS], odd[4 * STEPS];
+    const int steps = (share_of(a, cluster_place() + 1) - share_of(a, cluster_place())) / BLOCKS;
+    Stage stage = enter(ring, tokens, weights, full, empty);
+    decode_unit<0>(stage.weights, even);
+#pragma unroll 1
+    for (int left = steps - 1; left >= 0; --left) {
+      unit<N, 0>(sums, even, odd, stage, left > 0, ring, tokens, weights, full, empty);
+      if constexpr (UNITS % 2) {
+        if (--left < 0) break;
+        unit<N, 0>(sums, odd, even, stage, left > 0, ring, tokens, weights, full, empty);
+      }
+    }
+    if constexpr (SHARES) {
+      if (cluster_blocks() > 1) {
+        keep_part<N>(p, sums, tokens);
+        return;
+      }
+    }
+    store<N>(a, p, sums, staging);
+  }
+
+  // Partial sums into shared memory, over the ring, which has been read.
+  template <int N>
+  static __device__ void keep_part(const Place& p, Sums<N>& sums, u32 at) {
+    const int group = threadIdx.x / 128, warp = (threadIdx.x & 127) >> 5, lane = threadIdx.x & 31;
+    named_barrier(8, CONSUMERS);
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        const int token = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
+        const int row = (group * TILES + m) * 64 + warp * 16 + (lane >> 2) + (i & 2) * 4;
+        if (token < p.rows) store4(at + (token * PITCH + row) * 4, sums.of[m][i]);
+      }
+  }
+
+  // This block's share of the cluster's tile: partial sums in the order of the ranks.
+  static __device__ void gather(const DenseArgs& a, const Place& p, u32 at) {
+    const int size = cluster_blocks(), rank = cluster_place();
+    const int fours = p.blocks * 16, work = p.rows * fours;
+    const int end = work * (rank + 1) / size;
+    for (int i = work * rank / size + threadIdx.x; i < end; i += CONSUMERS) {
+      const int token = i / fours, row = i % fours * 4;
+      const u32 local = at + (token * PITCH + row) * 4;
+      float4 part[8];
+#pragma unroll
+      for (int r = 0; r < 8; ++r)
+        if (r < size) part[r] = load_remote16(local, r);
+      float4 sum = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int r = 0; r < 8; ++r)
+        if (r < size)
+          sum.x += part[r].x, sum.y += part[r].y, sum.z += part[r].z, sum.w += part[r].w;
+      const int output = p.group * a.outputs + p.output + row;
+      const float* s = a.row_scale + output;
+      u32* to = reinterpret_cast<u32*>(a.out + size_t(p.row + token) * a.out_row + output);
+      to[0] = pack_bf16(sum.x * __ldg(s), sum.y * __ldg(s + 1));
+      to[1] = pack_bf16(sum.z * __ldg(s + 2), sum.w * __ldg(s + 3));
+    }
+  }
+
+  template <int N>
+  static __device__ void store(const DenseArgs& a, const Place& p, Sums<N>& sums, u32 staging) {
+    const int group = threadIdx.x / 128, t = threadIdx.x & 127, warp = t >> 5, lane = t & 31;
+    const u32 base = staging + group * (CHUNK * 128);
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) {
+      if (group * TILES + m >= p.blocks) break;
+      const int output = p.group * a.outputs + p.output + (group * TILES + m) * 64;
+      const float* scale = a.row_scale + output + warp * 16 + (lane >> 2);
+      const float upper = __ldg(scale), lower = __ldg(scale + 8);
+#pragma unroll
+      for (int start = 0; start < N; start += CHUNK) {
+        if (start && start >= p.rows) break;
+        constexpr int SIZE = N < CHUNK ? N : CHUNK;
+#pragma unroll
+        for (int j = 0; j < SIZE / 8; ++j) {
+          const float* v = sums.of[m] + start / 2 + 4 * j;
+          const u32 r0 = pack_bf16(v[0] * upper, v[1] * upper);
+          const u32 r1 = pack_bf16(v[2] * lower, v[3] * lower);
+          const int token = 8 * j + (lane & 7), part = 2 * warp + ((lane >> 3) & 1);
+          store_transposed(base + token * 128 + ((part ^ (token & 7)) << 4), r0, r1);
+        }
+        named_barrier(group + 1, 128);
+        const int held = min(SIZE, p.rows - start) * 8;
+        for (int i = t; i < held; i += 128) {
+          const int token = i >> 3, part = i & 7;
+          const uint4 v = load16(base + token * 128 + ((part ^ (token & 7)) << 4));
+          *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.out_row + output +
+                                    part * 8) = v;
+        }
+        named_barrier(group + 1, 128);
+      }
+    }
+  }
+
+  static __device__ unsigned char* ring_memory() {
+    SHARED(raw);
+    return raw + ((1024 - (address(raw) & 1023)) & 1023);
+  }
+
+  static __device__ void run(const DenseArgs& a, const TokenMap& map) {
+    const u32 tokens = address(ring_memory()), weights = tokens + STAGES * TOKEN_BYTES;
+    const u32 staging = weights + STAGES * WEIGHT_BYTES, full = staging + GROUPS * CHUNK * 128;
+    const u32 empty = full + 8 * STAGES;
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < STAGES; ++i) {
+        barrier_init(full + 8 * i, 1);
+        barrier_init(empty + 8 * i, 4 * GROUPS);
+      }
+      barriers_ready();
+    }
+    __syncthreads();
+    next_kernel_may_start();
+    const int total = tiles(a), size = cluster_blocks();
+    if (threadIdx.x >= CONSUMERS) {
+      fewer_registers<PRODUCER_REGS>();
+      if (threadIdx.x == CONSUMERS) produce(a, map, total, tokens, weights, full, empty);
+      __syncwarp();
+      if (size > 1) {
+        cluster_barrier();
+        cluster_barrier();
+      }
+      return;
+    }
+    more_registers<CONSUMER_REGS>();
+    Ring ring;
+    for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
+      const Place p = locate(a, tile);
+      if constexpr (TOKENS <= 32) {
+        if (a.share <= 8)
+          multiply<8>(a, p, ring, tokens, weights, full, empty, staging);
+        else if (a.share <= 16)
+          multiply<16>(a, p, ring, tokens, weights, full, empty, staging);
+        else if (a.share <= 24)
+          multiply<24>(a, p, ring, tokens, weights, full, empty, staging);
+        else
+          multiply<32>(a, p, ring, tokens, weights, full, empty, staging);
+      } else {
+        multiply<TOKENS>(a, p, ring, tokens, weights, full, empty, staging);
+      }
+    }
+    if (size > 1) {
+      cluster_barrier();  // all have their partial sums
+      gather(a, locate(a, blockIdx.x / size), tokens);
+      cluster_barrier();  // others read this block's sums
+    }
+  }
+};
+
+#ifdef __CUDACC__
+
+template <class K>
+__global__ void __launch_bounds__(K::THREADS, K::RESIDENT)
+    run_dense(const __grid_constant__ DenseArgs a, const __grid_constant__ TokenMap map) {
+  K::run(a, map);
+}
+
+// How many clusters of a size the device holds at once.
+template <class K>
+int dense_held(long long cluster) {
+  cudaFuncSetAttribute(run_dense<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::SHARED);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(cluster) * 132);
+  config.blockDim = dim3(K::THREADS);
+  config.dynamicSmemBytes = K::SHARED;
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeClusterDimension;
+  attribute[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  int held = -1;
+  return cudaOccupancyMaxActiveClusters(&held, run_dense<K>, &config) == cudaSuccess ? held : -1;
+}
+
+template <class K>
+int launch_dense(const DenseArgs& a, const void* x, long long row_bytes, long long programs,
+                 long long cluster, void* stream) {
+  static bool ready = false;
+  if (!ready) {
+    cudaError_t e =
+        cudaFuncSetAttribute(run_dense<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::SHARED);
+    if (e != cudaSuccess) return e;
+    ready = true;
+  }
+  if (cluster > 1 && !K::SHARES) return cudaErrorInvalidValue;
+  TokenMap map;
+  if (!describe_rows(map, x, 2LL * a.inputs * a.groups, a.rows, row_bytes, a.share))
+    return cudaErrorInvalidValue;
+  const long long tiles = K::tiles(a);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(cluster > 1 ? tiles * cluster : min(tiles, programs)));
+  config.blockDim = dim3(K::THREADS);
+  config.dynamicSmemBytes = K::SHARED;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute[2];
+  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute[0].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  if (cluster > 1) {
+    attribute[1].id = cudaLaunchAttributeClusterDimension;
+    attribute[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.numAttrs = 2;
+  }
+  cudaError_t e = cudaLaunchKernelEx(&config, run_dense<K>, a, map);
+  return e != cudaSuccess ? e : cudaGetLastError();
+}
+
+#endif

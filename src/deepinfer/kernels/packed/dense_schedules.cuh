@@ -1,0 +1,12 @@
+// The dense schedules, each a launcher of its name: consumer groups, 64-row tiles a group, tokens a
+// tile, K blocks a stage, stages, blocks a processor, steps decoded ahead.
+DENSE(few_128, 2, 1, 32, 2, 4, 2, 4)
+DENSE(few_192, 3, 1, 32, 2, 6, 1, 4)
+DENSE(some_128, 2, 1, 64, 1, 6, 2, 4)
+DENSE(some_192, 3, 1, 64, 1, 9, 1, 4)
+DENSE(step_128, 2, 1, 128, 1, 8, 1, 4)
+DENSE(step_192, 3, 1, 128, 1, 7, 1, 4)
+DENSE(step_256, 2, 2, 128, 1, 6, 1, 4)
+DENSE(wide_128, 2, 1, 192, 1, 6, 1, 4)
+DENSE(wide_192, 3, 1, 192, 1, 5, 1, 2)
+DENSE(wide_256, 2, 2, 192, 1, 4, 1, 2)
