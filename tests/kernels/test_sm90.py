@@ -27,6 +27,7 @@ from deepinfer.kernels.hyper_site import sm90 as site
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.paged_index import sm90 as index
 from deepinfer.kernels.paged_index.reference import paged_index_score
+from deepinfer.kernels.quantize import sm90 as quantize
 from deepinfer.kernels.quantize.reference import round_trip
 from deepinfer.kernels.rms_norm.reference import rms_norm
 from deepinfer.kernels.rope import reference as rope_reference
@@ -36,7 +37,7 @@ from deepinfer.kernels.topk import sm90 as topk
 
 SOURCES = {
     f"{source.parent.name}_{source.stem}": source
-    for source in (topk.SOURCE, index.SOURCE, site.SOURCE, rope.SOURCE)
+    for source in (topk.SOURCE, index.SOURCE, site.SOURCE, rope.SOURCE, quantize.SOURCE)
 }
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -268,6 +269,20 @@ def test_rotations_equal_the_reference(heads: int, quantize: bool, seed: int) ->
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
         assert got.data_ptr() == copy.data_ptr()
         assert torch.equal(copy[..., 512:], wide[..., 512:])
+
+
+@needs_gcc
+@pytest.mark.usefixtures("on_host")
+def test_rounding_equals_the_reference(seed: int) -> None:
+    """Every size of group, down to where its scale stops, and every bf16 number once."""
+    gen = torch.Generator().manual_seed(seed)
+    sizes = torch.exp2(torch.linspace(-30, 60, 70))[:, None]
+    x = (torch.randn(70, 96, generator=gen) * sizes).bfloat16()
+    every = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).view(-1, 32)
+    every = every[every.isfinite().all(1)]
+    for values in (x, every, every.T.contiguous().view(-1, 32)[:999]):
+        got, want = quantize.round_trip(values, "act8"), round_trip(values, "act8")
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
 def test_all_blocks_run_at_once() -> None:
