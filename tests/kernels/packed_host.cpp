@@ -73,11 +73,42 @@ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64) {
   host::barrier(bar).bytes -= bytes;
   host::barrier(bar).settle();
 }
+struct Map {
+  const unsigned char* base = nullptr;
+  long width = 0, rows = 0, stride = 0;
+  int box = 0;
+};
+// A box of rows of 128 bytes, swizzled, to all blocks of a cluster.
+inline void copy_box(u32 target, const Map& map, int column, int row, u32 bar, int blocks) {
+  if (target % 1024 || column % 16) std::abort();
+  for (int b = 0; b < blocks; ++b) {
+    host::Block* to = &host::first_of_cluster() + b;
+    const auto start = reinterpret_cast<uintptr_t>(to->shared.data());
+    unsigned char* shared = to->shared.data() + (1024 - start % 1024) % 1024;
+    for (int r = 0; r < map.box; ++r)
+      for (int piece = 0; piece < 8; ++piece) {
+        unsigned char* at = shared + target + r * 128 + ((piece ^ (r & 7)) << 4);
+        if (row + r < map.rows)
+          std::memcpy(at, map.base + (row + r) * map.stride + column + piece * 16, 16);
+        else
+          std::memset(at, 0, 16);
+      }
+    host::Barrier& told = host::held_barriers[{to, bar}];
+    told.bytes -= map.box * 128;
+    told.settle();
+  }
+}
+inline void barrier_arrive_at(u32 bar, int rank) {
+  host::Barrier& told = host::held_barriers[{&host::first_of_cluster() + rank, bar}];
+  if (--told.pending < 0) std::abort();
+  told.settle();
+}
 inline u64 read_once() { return 0; }
 inline void copy16(u32 target, const void* source) {
   if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16) std::abort();
   std::memcpy(host::at(target), source, 16);
 }
+inline void copies_arrive(u32 bar) { barrier_arrive(bar); }
 inline void copies_commit() {}
 template <int N>
 void copies_wait() {}
@@ -93,6 +124,18 @@ inline u32 load4(u32 at) {
   u32 v;
   std::memcpy(&v, host::at(at), 4);
   return v;
+}
+inline void load_matrices(u32 at, u32* v) {
+  static std::map<const host::Block*, std::vector<u32>> all;
+  auto& rows = all[&host::block()];
+  rows.resize(1024);
+  const int self = host::thread(), warp = self / 32 * 32, lane = self % 32;
+  if (at % 16) std::abort();
+  rows[self] = at;
+  host::warp_wait();
+  for (int i = 0; i < 4; ++i)
+    std::memcpy(v + i, host::at(rows[warp + 8 * i + lane / 4]) + lane % 4 * 4, 4);
+  host::warp_wait();
 }
 template <class T>
 void keep_in_place(T&) {}
@@ -171,21 +214,68 @@ struct Mma {
   }
 };
 
+inline void warp_product(float* d, const u32* a, u32 b0, u32 b1) {
+  static std::map<const host::Block*, std::vector<std::array<u32, 6>>> all;
+  auto& rows = all[&host::block()];
+  rows.resize(1024);
+  const int self = host::thread(), warp = self / 32 * 32, lane = self % 32;
+  rows[self] = {a[0], a[1], a[2], a[3], b0, b1};
+  host::warp_wait();
+  for (int i = 0; i < 4; ++i) {
+    const int n = lane % 4 * 2 + i % 2, low = i / 2;
+    float sum = 0;
+    for (int k = 0; k < 16; ++k) {
+      const u32 wide = rows[self / 4 * 4 + k % 8 / 2][low + 2 * (k / 8)];
+      const u32 thin = rows[warp + n * 4 + k % 8 / 2][4 + k / 8];
+      sum += bf16_value(wide >> (16 * (k % 2)) & 65535) * bf16_value(thin >> (16 * (k % 2)) & 65535);
+    }
+    d[i] += sum;
+  }
+  host::warp_wait();
+}
+
+// By search: the nearest code, the even one of two.
+inline u32 e4m3_byte(float x) {
+  const u32 sign = __float_as_uint(x) >> 24 & 128;
+  if (x != x) return 127;
+  const float size = std::fabs(x);
+  u32 best = 0;
+  for (u32 b = 1; b < 127; ++b) {
+    const float now = std::fabs(e4m3_value(b) - size), before = std::fabs(e4m3_value(best) - size);
+    if (now < before || (now == before && !(b & 1))) best = b;
+  }
+  return best | sign;
+}
+inline u32 e4m3_pair(float low, float high) { return e4m3_byte(low) | e4m3_byte(high) << 8; }
+inline void e4m3_values(u32 pair, float& low, float& high) {
+  low = e4m3_value(pair & 255), high = e4m3_value(pair >> 8 & 255);
+}
+struct uint2 {
+  u32 x, y;
+};
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return std::exp(x); }
+
 #include "../../src/deepinfer/kernels/packed/core.cuh"
+#define __shared__ static  // blocks run one after the other
+#include "../../src/deepinfer/kernels/packed/tokens.cuh"
 
 namespace {
 
 template <class K>
 int run_blocks(const Args& a, int blocks, int cluster) {
+  const Map map = {a.x, a.inputs * (K::FP8 ? 1 : 2), a.rows, a.x_row_bytes, K::BOX};
   host::cluster = cluster;
   host::held_barriers.clear();
   host::gates.clear();
   host::launch(
       blocks, K::THREADS, K::SHARED,
       [&] {
-        K::run(a);
+        K::run(a, map);
         if (cluster == 1) return;
         cluster_barrier();
+        if (K::BOX) return;
         K::finish(a);
         cluster_barrier();
       },
@@ -208,3 +298,24 @@ int run_blocks(const Args& a, int blocks, int cluster) {
     return run_blocks<Kernel<__VA_ARGS__>>(a, int(blocks), int(cluster));                         \
   }
 #include "../../src/deepinfer/kernels/packed/schedules.cuh"
+
+extern "C" int fold(const void* x, void* codes, void* scale, long long rows, long long inputs,
+                    long long x_row, void*) {
+  host::launch(int(rows), int(inputs / VALUES), 0, [=] {
+    fold_kernel((const unsigned short*)x, (unsigned char*)codes, (float*)scale, int(inputs), x_row);
+  });
+  return 0;
+}
+
+extern "C" int gate(const void* gate_up, const void* weight, void* out, void* scale,
+                    const void* offsets, long long rows, long long experts, long long inputs,
+                    double limit, long long quantize, long long fold, void*) {
+  const auto kernel = fold       ? gate_kernel<false, true>
+                      : quantize ? gate_kernel<true, false>
+                                 : gate_kernel<false, false>;
+  host::launch(int(rows), int(inputs / VALUES), 0, [=] {
+    kernel((const unsigned short*)gate_up, (const float*)weight, out, (float*)scale,
+           (const long long*)offsets, int(experts), int(inputs), float(limit));
+  });
+  return 0;
+}

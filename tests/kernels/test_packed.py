@@ -13,11 +13,12 @@ from torch import Tensor
 
 from deepinfer.errors import UnsupportedError
 from deepinfer.kernels import nvcc
-from deepinfer.kernels.expert_linear.reference import dequantize_rows
+from deepinfer.kernels.expert_linear.reference import dequantize_rows, swiglu
 from deepinfer.kernels.linear.reference import dequantize_blocks
 from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, pack_fp8
 from deepinfer.kernels.packed.kept import _kept, kept_fp4, kept_fp8, repack_fp4
 from deepinfer.kernels.packed.run import SOURCE, schedule
+from deepinfer.kernels.quantize import act8, decode_ue8m0
 
 HERE = Path(__file__).parent
 
@@ -27,9 +28,13 @@ def library(host_library: Callable[..., ctypes.CDLL]) -> ctypes.CDLL:
     return host_library("packed_host.cpp", "-O1")
 
 
-def call(library: ctypes.CDLL, name: str, *arguments: Tensor | int | None) -> None:
+def call(library: ctypes.CDLL, name: str, *arguments: Tensor | float | None) -> None:
     passed = [
-        ctypes.c_longlong(value) if isinstance(value, int) else nvcc.pointer(value)
+        ctypes.c_longlong(value)
+        if isinstance(value, int)
+        else ctypes.c_double(value)
+        if isinstance(value, float)
+        else nvcc.pointer(value)
         for value in arguments
     ]
     assert library[name](*passed, None) == 0
@@ -174,6 +179,31 @@ def test_dense_products(
     assert error < 2.5e-3  # bf16's own is 1.7e-3
 
 
+def test_tokens_are_folded_and_gated(library: ctypes.CDLL, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 768, generator=generator).bfloat16()
+    x[1] *= 1e-6  # the least scale
+    x[2, 5] = 448 * 4  # a scale's border
+    codes, scale = torch.empty(3, 768, dtype=torch.uint8), torch.empty(3)
+    call(library, "fold", x, codes, scale, 3, 768, 768)
+    _, exponents = act8(x.float().abs().amax(1, keepdim=True).expand(3, 32).contiguous())
+    assert torch.equal(scale, decode_ue8m0(exponents).flatten())
+    kept = (x.float() / scale[:, None]).to(torch.float8_e4m3fn)
+    assert torch.equal(codes, kept.view(torch.uint8))
+
+    weight, offsets = torch.rand(3, generator=generator), torch.tensor([0, 1, 2])
+    gate_up = torch.randn(3, 512, generator=generator).mul(8).bfloat16()
+    wanted = [swiglu(*gate_up.chunk(2, 1), 10.0, weight, quantize) for quantize in (False, True)]
+    for quantize in (0, 1):
+        out = torch.full((3, 256), torch.nan, dtype=torch.bfloat16)
+        call(library, "gate", gate_up, weight, out, None, offsets, 3, 2, 256, 10.0, quantize, 0)
+        assert torch.equal(out[:2], wanted[quantize][:2]) and out[2].isnan().all()
+    codes, again = torch.empty(3, 256, dtype=torch.uint8), torch.empty(3, 256, dtype=torch.uint8)
+    call(library, "gate", gate_up, weight, codes, scale, offsets, 3, 2, 256, 10.0, 1, 1)
+    call(library, "fold", wanted[0], again, torch.empty(3), 3, 256, 256)
+    assert torch.equal(codes[:2], again[:2])
+
+
 def test_scales_too_far_apart_are_refused(seed: int) -> None:
     codes, scale = draw(torch.Generator().manual_seed(seed), 1, 256, 256)
     scale[0, 7, 0], scale[0, 7, 1] = 100, 112
@@ -190,7 +220,7 @@ def test_scales_too_far_apart_are_refused(seed: int) -> None:
 
 
 def test_the_schedule_follows_the_mean_rows_of_an_expert() -> None:
-    chosen = [schedule(Decoded.FP4_BF16, rows, 48) for rows in (1, 768, 2304, 24576)]
+    chosen = [schedule(Decoded.FP4_BF16, rows, 48) for rows in (1, 1200, 2304, 24576)]
     assert chosen == ["exact_32", "exact_32", "exact_64", "exact_128"]
 
 

@@ -16,10 +16,23 @@
 
 enum Format { FP4_AS_FP8 = 0, FP4_AS_BF16 = 1, FP8_AS_BF16 = 2 };
 
+// How a kernel's roles are cut. TOGETHER: 128 producer threads copy tokens, fence them and tell, one of
+// them streams weights. OWN: one thread streams weights alone, 96 others copy tokens, readers fence.
+// FEW: as OWN, and products are those of single warps: an instruction of a warpgroup takes about 30
+// cycles for any number of tokens up to 32; a warp's takes about 7 for 8 tokens.
+// BOXED: one thread brings weights and tokens, rows side by side, as boxes; blocks of a cluster take
+// neighbouring outputs of the same tokens, and each brings its part of the boxes to all of them.
+enum Way { TOGETHER = 0, OWN = 1, FEW = 2, BOXED = 3 };
+
 // Bytes of one packed block: 64 rows by 64 inputs.
 __host__ __device__ constexpr int block_bytes(int format) {
   return format == FP8_AS_BF16 ? 4096 + 16 : 2048 + 128;
 }
+
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
 
 struct Args {
   const unsigned char* x;       // [rows of x, K] e4m3 or bf16 bytes
@@ -42,7 +55,7 @@ struct Args {
 // unit, whose accumulator keeps fewer bits than fp32. DENSE: `rows` instead of offsets; the blocks of
 // a cluster share K and add up in the order of their ranks; PER_SM of them fit a multiprocessor.
 template <int FORMAT, int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, bool PROMOTE,
-          bool DENSE = false, int PER_SM = 1>
+          bool DENSE = false, int PER_SM = 1, int WAY = TOGETHER>
 struct Kernel {
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
@@ -51,6 +64,7 @@ struct Kernel {
   static_assert(PARTS == 4 || PARTS == 2, "half or all of a packed run of 256 rows");
   static_assert(!DENSE || FORMAT != FP4_AS_FP8, "dense tokens have no scale");
   static constexpr bool FP8 = FORMAT == FP4_AS_FP8;
+  static_assert(WAY != FEW || !FP8, "single warps multiply bf16");
   static constexpr int ATOMS = FP8 ? BLOCKS / 2 : BLOCKS;  // 128-byte columns of tokens in a stage
   static constexpr int UNITS = ATOMS * TILES;              // steps of 4 instructions in a stage
   static constexpr int BLOCK = block_bytes(FORMAT);
@@ -58,6 +72,7 @@ struct Kernel {
   static constexpr int COPY = PARTS * BLOCK;
   static constexpr int WEIGHT_BYTES = BLOCKS * COPY;
   static constexpr int TOKEN_BYTES = ATOMS * TOKENS * 128;
+  static_assert(WAY != FEW || ATOMS % 2 == 0, "codes of two atoms in turn");
   static constexpr int MAX_EXPERTS = 512;
   static constexpr int THREADS = 128 * (GROUPS + 1);
   static constexpr int STAGING = 8192;  // a warpgroup's 64 tokens by 64 rows, bf16
@@ -73,6 +88,13 @@ struct Kernel {
     int expert, output, row, rows;
   };
 
+  static constexpr int BOX = WAY != BOXED ? 0 : TOKENS % 32 ? 16 : 32;  // rows of a box
+  static_assert(WAY != BOXED || !DENSE, "clusters share tokens or inputs");
+
+  // Blocks that work on one tile, or on tiles of the same tokens.
+  static __device__ int span() {
+    return DENSE || WAY == BOXED ? cluster_blocks() : 1;
+  }
   static __device__ int cluster_size() {
     return DENSE ? cluster_blocks() : 1;
   }
@@ -92,7 +114,7 @@ struct Kernel {
   }
 
   static __device__ Place locate(const Args& a, const int* first, int tile) {
-    const int blocks = a.outputs / HEIGHT, lane = threadIdx.x & 31;
+    const int wide = WAY == BOXED ? cluster_blocks() : 1, blocks = a.outputs / HEIGHT / wide, lane = threadIdx.x & 31;
     int expert = 0;
     for (int base = 0; base < a.experts; base += 32) {
       const int e = base + lane;
@@ -105,7 +127,7 @@ struct Kernel {
     const int part = rest % tiles, share = ((count + tiles - 1) / tiles + 7) & ~7;
     Place p;
     p.expert = expert;
-    p.output = rest / tiles * HEIGHT;
+    p.output = (rest / tiles * wide + (WAY == BOXED ? cluster_place() : 0)) * HEIGHT;
     p.row = begin + part * share;
     p.rows = max(0, min(share, count - part * share));
     return p;
@@ -135,8 +157,9 @@ struct Kernel {
     return a.weight + blocks * BLOCK;
   }
 
-  static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy) {
-    barrier_expect(bar, WEIGHT_BYTES);
+  static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy,
+                               u32 more = 0) {
+    barrier_expect(bar, WEIGHT_BYTES + more);
     if constexpr (PARTS == 4) {
       bulk_copy(target, w + size_t(step) * WEIGHT_BYTES, WEIGHT_BYTES, bar, policy);
     } else {
@@ -200,6 +223,76 @@ struct Kernel {
     for (pending = min(pending, LAG); pending > 0; --pending) {
       barrier_arrive(full + 8 * told.stage);
       told.next();
+    }
+  }
+
+  // OWN, FEW: one thread streams weights, as far ahead as there are free stages, ...
+  static __device__ void produce_weights(const Args& a, const int* first, int total, u32 weights,
+                                         u32 full, u32 empty) {
+    const int size = cluster_size();
+    const int begin = share_of(a, cluster_rank()), end = share_of(a, cluster_rank() + 1);
+    const u64 policy = read_once();
+    Ring ring;
+    for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
+      const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
+      if (threadIdx.x & 31) continue;
+      const unsigned char* w = weights_of(a, p);
+      for (int step = begin; step < end; ++step) {
+        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        fetch(w, step, weights + ring.stage * WEIGHT_BYTES, full + 8 * ring.stage, policy);
+        ring.next();
+      }
+    }
+  }
+
+  // ... three warps copy tokens, which the kernel before this one may have written.
+  static __device__ void produce_tokens(const Args& a, const int* first, int total, u32 tokens,
+                                        u32 full, u32 empty) {
+    const int t = threadIdx.x - 32, piece = t & 7, size = cluster_size();
+    const int begin = share_of(a, cluster_rank()), end = share_of(a, cluster_rank() + 1);
+    if constexpr (DENSE) previous_kernel_wait();
+    Ring ring;
+    for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
+      const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
+      const unsigned char* x = a.x + (DENSE ? size_t(p.expert) * a.x_part_bytes : 0) + piece * 16;
+      for (int step = begin; step < end; ++step) {
+        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        const u32 to = tokens + ring.stage * TOKEN_BYTES;
+        for (int row = t >> 3; row < p.rows; row += 12) {
+          const unsigned char* from =
+              x + row_of(a, p.row + row) * a.x_row_bytes + step * (ATOMS * 128);
+          const u32 at = to + row * 128 + ((piece ^ (row & 7)) << 4);
+#pragma unroll
+          for (int atom = 0; atom < ATOMS; ++atom)
+            copy16(at + atom * (TOKENS * 128), from + atom * 128);
+        }
+        copies_arrive(full + 8 * ring.stage);
+        ring.next();
+      }
+    }
+  }
+
+  static __device__ void produce_boxes(const Args& a, const Map& map, const int* first, int total,
+                                       u32 tokens, u32 weights, u32 full, u32 empty) {
+    const int size = cluster_blocks(), rank = cluster_place(), steps = a.inputs / (64 * BLOCKS);
+    const u64 policy = read_once();
+    Ring ring;
+    for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
+      const Place p = locate(a, first, tile);
+      if (threadIdx.x & 31) continue;
+      const unsigned char* w = weights_of(a, p);
+      const int boxes = (p.rows + BOX - 1) / BOX;
+      for (int step = 0; step < steps; ++step) {
+        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        const u32 bar = full + 8 * ring.stage, to = tokens + ring.stage * TOKEN_BYTES;
+        fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy, boxes * (ATOMS * BOX * 128));
+        for (int box = rank; box < boxes; box += size)
+#pragma unroll
+          for (int atom = 0; atom < ATOMS; ++atom)
+            copy_box(to + (atom * TOKENS + box * BOX) * 128, map, (step * ATOMS + atom) * 128,
+                     p.row + box * BOX, bar, size);
+        ring.next();
+      }
     }
   }
 
@@ -278,6 +371,7 @@ struct Kernel {
 
   static __device__ Stage enter(Ring& ring, u32 tokens, u32 weights, u32 full, u32 empty) {
     barrier_wait(full + 8 * ring.stage, ring.parity);
+    if constexpr (WAY == OWN) shared_to_products();  // tokens, which come by ordinary copies
     const Stage s = {tokens + ring.stage * TOKEN_BYTES, weights + ring.stage * WEIGHT_BYTES,
                      empty + 8 * ring.stage};
     ring.next();
@@ -319,7 +413,11 @@ struct Kernel {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.done[tile][i] += sums.part[i];
     }
-    if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
+    if constexpr (UNIT + 1 == UNITS && WAY == BOXED) {
+      if ((threadIdx.x & 31) < cluster_blocks()) barrier_arrive_at(release, threadIdx.x & 31);
+    } else {
+      if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
+    }
     if constexpr (UNIT + 1 < UNITS)
       unit<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full, empty);
   }
@@ -332,19 +430,29 @@ struct Kernel {
     for (int m = 0; m < TILES; ++m)
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.done[m][i] = 0.f;
-    u32 even[16], odd[16];
     const u32 pair_bytes = load4(full - 16);
     const int steps = share_of(a, cluster_rank() + 1) - share_of(a, cluster_rank());
     Stage stage = enter(ring, tokens, weights, full, empty);
-    decode(block_of(stage.weights, 0, 0), pair_bytes, even);
+    if constexpr (WAY == FEW) {
+      multiply_few(sums, stage, steps, pair_bytes, ring, tokens, weights, full, empty);
+    } else {
+      u32 even[16], odd[16];
+      decode(block_of(stage.weights, 0, 0), pair_bytes, even);
 #pragma unroll 1
-    for (int left = steps - 1; left >= 0; --left) {
-      unit<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
-      if constexpr (UNITS % 2) {
-        if (--left < 0) break;
-        unit<N, 0>(sums, odd, even, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
+      for (int left = steps - 1; left >= 0; --left) {
+        unit<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
+        if constexpr (UNITS % 2) {
+          if (--left < 0) break;
+          unit<N, 0>(sums, odd, even, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
+        }
       }
     }
+    finish_tile<N>(a, p, sums, tokens, staging);
+  }
+
+  template <int N>
+  static __device__ void finish_tile(const Args& a, const Place& p, Sums<N>& sums, u32 tokens,
+                                     unsigned char* staging) {
     if constexpr (DENSE) {
       if (cluster_size() > 1) {
         share<N>(p, sums, tokens);
@@ -352,6 +460,47 @@ struct Kernel {
       }
     }
     store<N>(a, p, sums, staging);
+  }
+
+  // FEW: every warp multiplies its 16 rows of each tile, an atom of 64 inputs at a time, and decodes
+  // the next atom meanwhile.
+  template <int N>
+  static __device__ void multiply_few(Sums<N>& sums, Stage stage, int steps, u32 pair_bytes, Ring& ring,
+                                      u32 tokens, u32 weights, u32 full, u32 empty) {
+    const u32 row = threadIdx.x & 7, piece = threadIdx.x >> 3 & 3;
+    const u32 near = row * 128 + ((piece ^ row) << 4), far = row * 128 + (((4 + piece) ^ row) << 4);
+    u32 codes[2][TILES][16];
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) decode(block_of(stage.weights, 0, m), pair_bytes, codes[0][m]);
+#pragma unroll 1
+    for (int left = steps - 1; left >= 0; --left) {
+#pragma unroll
+      for (int atom = 0; atom < ATOMS; ++atom) {
+        const u32 at = stage.tokens + atom * (TOKENS * 128), release = stage.empty;
+        u32 held[N / 8][8];
+#pragma unroll
+        for (int j = 0; j < N / 8; ++j) {
+          load_matrices(at + j * 1024 + near, held[j]);
+          load_matrices(at + j * 1024 + far, held[j] + 4);
+        }
+        if (atom + 1 == ATOMS && left > 0) stage = enter(ring, tokens, weights, full, empty);
+#pragma unroll
+        for (int m = 0; m < TILES; ++m)  // behind the last step once more its first atom, for nothing
+          decode(block_of(stage.weights, (atom + 1) % ATOMS, m), pair_bytes, codes[(atom + 1) & 1][m]);
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+          for (int m = 0; m < TILES; ++m)
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j)
+              warp_product(sums.done[m] + 4 * j, codes[atom & 1][m] + 4 * k, held[j][2 * k],
+                           held[j][2 * k + 1]);
+        if (atom + 1 == ATOMS) {
+          __syncwarp();
+          if ((threadIdx.x & 31) == 0) barrier_arrive(release);
+        }
+      }
+    }
   }
 
   // Partial sums into shared memory, over the ring, which has been read.
@@ -407,6 +556,7 @@ struct Kernel {
         constexpr int SIZE = N < CHUNK ? N : CHUNK;
 #pragma unroll
         for (int j = 0; j < SIZE / 8; ++j) {
+          if (start + 8 * j >= N) break;
           const float* v = sums.done[m] + start / 2 + 4 * j;
           float s0 = 1.f, s1 = 1.f;
           if constexpr (FP8) {
@@ -433,12 +583,24 @@ struct Kernel {
     }
   }
 
+  template <int MOST, int N, int... MORE, class F>
+  static __device__ void fitting(int rows, const F& with) {
+    if constexpr (N == MOST) {
+      with(Number<N>());
+    } else {
+      if (rows <= N)
+        with(Number<N>());
+      else
+        fitting<MOST, MORE...>(rows, with);
+    }
+  }
+
   static __device__ unsigned char* ring_memory() {
     SHARED(raw);
     return raw + ((1024 - (address(raw) & 1023)) & 1023);
   }
 
-  static __device__ void run(const Args& a) {
+  static __device__ void run(const Args& a, const Map& map) {
     unsigned char* tokens = ring_memory();
     unsigned char* weights = tokens + STAGES * TOKEN_BYTES;
     unsigned char* staging = weights + STAGES * WEIGHT_BYTES;
@@ -448,8 +610,8 @@ struct Kernel {
     if (threadIdx.x == 0) {
       *reinterpret_cast<u32*>(bars - 16) = PAIR_BYTES;
       for (int i = 0; i < STAGES; ++i) {
-        barrier_init(full + 8 * i, 129);
-        barrier_init(empty + 8 * i, 4 * GROUPS);
+        barrier_init(full + 8 * i, WAY == TOGETHER ? 129 : WAY == BOXED ? 1 : 1 + 96);
+        barrier_init(empty + 8 * i, 4 * GROUPS * (WAY == BOXED ? cluster_blocks() : 1));
       }
       barriers_ready();
     }
@@ -471,40 +633,43 @@ struct Kernel {
       }
     }
     __syncthreads();
+    if constexpr (WAY == BOXED) cluster_barrier();  // others' copies and releases come to these barriers
     next_kernel_may_start();
     const int total = DENSE ? (a.rows + TOKENS - 1) / TOKENS * (a.outputs / HEIGHT) * a.experts
-                            : first[a.experts] * (a.outputs / HEIGHT);
+                            : first[a.experts] * (a.outputs / HEIGHT / span());
     if (threadIdx.x < 128) {
       fewer_registers<PRODUCER_REGS>();
-      produce(a, first, total, address(tokens), address(weights), full, empty);
+      if constexpr (WAY == TOGETHER) {
+        produce(a, first, total, address(tokens), address(weights), full, empty);
+      } else if constexpr (WAY == BOXED) {
+        if (threadIdx.x < 32)
+          produce_boxes(a, map, first, total, address(tokens), address(weights), full, empty);
+      } else if (threadIdx.x < 32) {
+        produce_weights(a, first, total, address(weights), full, empty);
+      } else {
+        produce_tokens(a, first, total, address(tokens), full, empty);
+      }
     } else {
       more_registers<CONSUMER_REGS>();
       Ring ring;
-      const int size = cluster_size();
+      const int size = span();
       for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
         const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
         const u32 x = address(tokens), w = address(weights);
-        if constexpr (TOKENS <= 32) {
-          if (p.rows <= 8)
-            multiply<8>(a, p, ring, x, w, full, empty, staging);
-          else if (p.rows <= 16)
-            multiply<16>(a, p, ring, x, w, full, empty, staging);
-          else if (p.rows <= 24)
-            multiply<24>(a, p, ring, x, w, full, empty, staging);
-          else
-            multiply<32>(a, p, ring, x, w, full, empty, staging);
-        } else if constexpr (TOKENS == 64) {
-          if (p.rows <= 16)
-            multiply<16>(a, p, ring, x, w, full, empty, staging);
-          else if (p.rows <= 32)
-            multiply<32>(a, p, ring, x, w, full, empty, staging);
-          else if (p.rows <= 48)
-            multiply<48>(a, p, ring, x, w, full, empty, staging);
-          else
-            multiply<64>(a, p, ring, x, w, full, empty, staging);
-        } else {
+        // The smallest instruction that takes all rows of the tile.
+        const auto with = [&](auto n) {
+          multiply<decltype(n)::value>(a, p, ring, x, w, full, empty, staging);
+        };
+        if constexpr (TOKENS <= 32)
+          fitting<TOKENS, 8, 16, 24, 32>(p.rows, with);
+        else if constexpr (TOKENS == 64 && WAY == FEW)
+          fitting<TOKENS, 8, 16, 24, 32, 40, 48, 56, 64>(p.rows, with);
+        else if constexpr (TOKENS == 64)
+          fitting<TOKENS, 16, 32, 48, 64>(p.rows, with);
+        else if constexpr (WAY == OWN || WAY == BOXED)
+          fitting<TOKENS, 64, 96, 112, 128, 144>(p.rows, with);
+        else
           multiply<TOKENS>(a, p, ring, x, w, full, empty, staging);
-        }
       }
     }
   }
@@ -518,8 +683,13 @@ struct Kernel {
 #ifdef __CUDACC__
 
 template <class K>
-__global__ void __launch_bounds__(K::THREADS, K::RESIDENT) run_kernel(const __grid_constant__ Args a) {
-  K::run(a);
+__global__ void __launch_bounds__(K::THREADS, K::RESIDENT)
+    run_kernel(const __grid_constant__ Args a, const __grid_constant__ Map map) {
+  K::run(a, map);
+  if (K::BOX) {  // others' copies and releases still come here
+    __syncwarp();
+    cluster_barrier();
+  }
   if (K::IS_DENSE && cluster_blocks() > 1) {
     cluster_barrier();
     K::finish(a);
@@ -542,6 +712,29 @@ int clusters_held(long long cluster) {
   config.numAttrs = 1;
   int held = -1;
   return cudaOccupancyMaxActiveClusters(&held, run_kernel<K>, &config) == cudaSuccess ? held : -1;
+}
+
+// Rows of x in bytes, as boxes swizzled in the way in which products read them.
+inline bool describe_tokens(Map& map, const Args& a, bool fp8, int rows) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                              CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                              CUtensorMapFloatOOBfill);
+  static Encode encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                     &status);
+    return reinterpret_cast<Encode>(found);
+  }();
+  if (!encode || a.source) return false;
+  const cuuint64_t sizes[2] = {cuuint64_t(a.inputs) * (fp8 ? 1 : 2), cuuint64_t(a.rows)};
+  const cuuint64_t strides[1] = {cuuint64_t(a.x_row_bytes)};
+  const cuuint32_t box[2] = {128, cuuint32_t(rows)}, steps[2] = {1, 1};
+  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<unsigned char*>(a.x), sizes, strides,
+                box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <class K>
@@ -568,7 +761,9 @@ int launch(const Args& a, long long blocks, long long cluster, void* stream) {
     attribute[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     config.numAttrs = 2;
   }
-  cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a);
+  Map map = {};
+  if (K::BOX && !describe_tokens(map, a, K::FP8, K::BOX)) return cudaErrorInvalidValue;
+  cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a, map);
   return e != cudaSuccess ? e : cudaGetLastError();
 }
 

@@ -1,6 +1,10 @@
 // The instructions of SM90a that the packed products use, by their names. Tests put a host's in place.
 #pragma once
 
+#include <cuda.h>
+
+typedef CUtensorMap Map;
+
 #define SHARED(name) extern __shared__ unsigned char name[]
 
 __device__ inline u32 times(u32 a, u32 b) {
@@ -37,6 +41,28 @@ __device__ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 
       "[%0], [%1], %2, [%3], %4;" ::"r"(target), "l"(source), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
+// A box of a tensor map's rows to the same place in the first `blocks` blocks of the cluster.
+__device__ inline void copy_box(u32 target, const Map& map, int column, int row, u32 bar, int blocks) {
+  if (blocks == 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
+        "l"(&map), "r"(column), "r"(row), "r"(bar)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+        "l"(&map), "r"(column), "r"(row), "r"(bar), "h"(static_cast<unsigned short>((1 << blocks) - 1))
+        : "memory");
+  }
+}
+// At the barrier of the same place in another block of the cluster.
+__device__ inline void barrier_arrive_at(u32 bar, int rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(bar), "r"(rank));
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
+}
 __device__ inline u64 read_once() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -49,6 +75,10 @@ __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" :
 template <int N>
 __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+// The barrier hears of this thread once all its copies so far are there.
+__device__ inline void copies_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 __device__ inline void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void group_commit() {
@@ -64,6 +94,19 @@ __device__ inline uint4 load16(u32 at) {
                : "r"(at));
   return v;
 }
+// Four 8 x 8 tiles of 16 bits: of tile i, rows at the addresses of lanes 8 i..8 i + 7.
+__device__ inline void load_matrices(u32 at, u32* v) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(at));
+}
+// A warp's product: 16 rows by 8 tokens by 16 inputs, bf16.
+__device__ inline void warp_product(float* d, const u32* a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 __device__ inline u32 load4(u32 at) {
   u32 v;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at));
@@ -73,6 +116,19 @@ __device__ inline u32 pack_bf16(float low, float high) {
   u32 out;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
   return out;
+}
+// Two e4m3 codes of two values, rounded to even and clipped to +-448, and the values of two codes.
+__device__ inline u32 e4m3_pair(float low, float high) {
+  unsigned short out;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  return out;
+}
+__device__ inline void e4m3_values(u32 pair, float& low, float& high) {
+  u32 both;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(static_cast<unsigned short>(pair)));
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}\n"
+      : "=f"(low), "=f"(high)
+      : "r"(both));
 }
 // Values that the compiler must have in their registers here.
 template <int N>

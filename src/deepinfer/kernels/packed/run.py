@@ -18,8 +18,8 @@ __all__ = ["SOURCE", "dense", "multiply", "schedule"]
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 
 _SCHEDULES: Final = {
-    Decoded.FP4_E4M3: ((24, "fp8_32"), (80, "fp8_64"), (None, "fp8_128")),
-    Decoded.FP4_BF16: ((24, "exact_32"), (80, "exact_64"), (None, "exact_128")),
+    Decoded.FP4_E4M3: ((30, "fp8_32"), (80, "fp8_64"), (None, "fp8_128")),
+    Decoded.FP4_BF16: ((30, "exact_32"), (80, "exact_64"), (None, "exact_128")),
 }
 
 
@@ -56,6 +56,7 @@ def multiply(
     source: Tensor | None = None,
     out: Tensor | None = None,
     name: str = "",
+    cluster: int = 1,
 ) -> Tensor:
     """Multiply rows sorted by expert by their expert's matrix; returns [R, N] bf16.
 
@@ -64,6 +65,7 @@ def multiply(
     token_scale  one fp32 per row of x, of e4m3 codes
     source       [R] int64: row r of the result is of row source[r] of x
     name         the schedule, by default chosen by the number of rows
+    cluster      programs that share tokens, of schedules that can, where outputs are 256 of each
     """
     rows = x.shape[0] if source is None else source.shape[0]
     if out is None:
@@ -73,7 +75,7 @@ def multiply(
         nvcc.load(SOURCE), name, x.device,
         x, token_scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        0, 0, weight.outputs, _programs(x.device), 1,
+        rows, 0, weight.outputs, _programs(x.device) // cluster * cluster, cluster,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,42 @@
+// Launchers of what stands before and between the packed products.
+#include <cuda_runtime.h>
+
+#include "tokens.cuh"
+
+namespace {
+
+// A row for each block, beginning while the kernel before it ends.
+template <class... Parameters, class... Arguments>
+int start(void (*kernel)(Parameters...), long long rows, long long inputs, void* stream,
+          Arguments... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(rows));
+  config.blockDim = dim3(static_cast<unsigned>(inputs / VALUES));
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute[0].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  cudaError_t e = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  return e != cudaSuccess ? e : cudaGetLastError();
+}
+
+}  // namespace
+
+extern "C" int fold(const void* x, void* codes, void* scale, long long rows, long long inputs,
+                    long long x_row, void* stream) {
+  return start(fold_kernel, rows, inputs, stream, static_cast<const unsigned short*>(x),
+               static_cast<unsigned char*>(codes), static_cast<float*>(scale), inputs, x_row);
+}
+
+extern "C" int gate(const void* gate_up, const void* weight, void* out, void* scale,
+                    const void* offsets, long long rows, long long experts, long long inputs,
+                    double limit, long long quantize, long long fold, void* stream) {
+  const auto kernel = fold       ? gate_kernel<false, true>
+                      : quantize ? gate_kernel<true, false>
+                                 : gate_kernel<false, false>;
+  return start(kernel, rows, inputs, stream, static_cast<const unsigned short*>(gate_up),
+               static_cast<const float*>(weight), out, static_cast<float*>(scale),
+               static_cast<const long long*>(offsets), experts, inputs, limit);
+}

@@ -1,0 +1,56 @@
+"""Tokens before and between packed products, in CUDA C++; sizes it does not take go to Triton."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import nvcc
+from deepinfer.kernels.packed import triton
+
+__all__ = ["SOURCE", "fold_tokens", "gate_tokens"]
+
+SOURCE: Final = Path(__file__).with_name("tokens.cu")
+
+_MOST: Final = 8 * 1024
+"""Inputs of a row: eight a thread."""
+
+
+def _takes(x: Tensor, inputs: int) -> bool:
+    return x.dtype == torch.bfloat16 and inputs % 256 == 0 and inputs <= _MOST
+
+
+def fold_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `triton.fold_tokens`, with the same bits."""
+    rows, inputs = x.shape
+    if not _takes(x, inputs) or x.stride(1) != 1 or x.stride(0) % 8:
+        return triton.fold_tokens(x)
+    codes = torch.empty(rows, inputs, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    nvcc.call(nvcc.load(SOURCE), "fold", x.device, x, codes, scale, rows, inputs, x.stride(0))
+    return codes, scale
+
+
+def gate_tokens(
+    gate_up: Tensor,
+    weight: Tensor | None,
+    offsets: Tensor,
+    limit: float,
+    quantize: bool,
+    fold: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """As `triton.gate_tokens`; values before rounding may differ in the last bits of fp32."""
+    rows, inputs = gate_up.shape[0], gate_up.shape[1] // 2
+    if not _takes(gate_up, inputs):
+        return triton.gate_tokens(gate_up, weight, offsets, limit, quantize, fold)
+    dtype = torch.uint8 if fold else torch.bfloat16
+    out = torch.empty(rows, inputs, dtype=dtype, device=gate_up.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=gate_up.device) if fold else None
+    nvcc.call(
+        nvcc.load(SOURCE), "gate", gate_up.device, gate_up, weight, out, scale, offsets,
+        rows, offsets.shape[0] - 1, inputs, float(limit), int(quantize), int(fold),
+    )  # fmt: skip
+    return out, scale
