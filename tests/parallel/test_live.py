@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -91,7 +92,7 @@ def content(layer: int, expert: int) -> Tensor:
 class Rank:
     """One rank: slots with weights, and a balancer."""
 
-    def __init__(self, wires: Wires, place: int, **settings: int) -> None:
+    def __init__(self, wires: Wires, place: int, **settings: Any) -> None:
         start = initial_placement(LAYERS, EXPERTS, RANKS, EXTRA)
         group = cast(Group, ThreadGroup(wires, place))
         self.layers: list[BalancedLayer] = []
@@ -125,7 +126,7 @@ class Rank:
 
 
 def run(
-    shares: Callable[[int], np.ndarray[Any, Any]], steps: int, **settings: int
+    shares: Callable[[int], np.ndarray[Any, Any]], steps: int, **settings: Any
 ) -> tuple[list[Rank], Wires, list[list[str]]]:
     """Take steps on all ranks; every fifth fills from prompts."""
     wires = Wires(RANKS)
@@ -166,6 +167,28 @@ def test_bytes_follow_maps_and_all_ranks_change_at_one_step(spare: int) -> None:
     loads = np.random.default_rng(9).multinomial(800, skewed(169), (8, LAYERS))
     before = balancedness(initial_placement(LAYERS, EXPERTS, RANKS, EXTRA), loads)
     assert balancedness(ranks[0].balancer.placements[0], loads) > before + 0.1
+
+
+def test_a_limit_on_bytes_keeps_stages_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves are the same, each of them so many steps behind the one before."""
+    settings = {"window": 16, "interval": 1000, "horizon": 100_000, "spare": 1}
+    at_once, _, digests = run(skewed, 120, **settings)
+    changes = [i for i, pair in enumerate(pairwise(digests[0])) if pair[0] != pair[1]]
+    assert np.diff(changes).tolist() == [1] * (len(changes) - 1) and len(changes) > 3
+    always = property(lambda self: 0.01, lambda self, seconds: None)
+    monkeypatch.setattr(LiveBalancer, "_step_s", always, raising=False)
+    slow, wires, later = run(skewed, 120, **settings, bytes_s=20 / 0.03)  # 18 bytes an expert
+    assert all(told == later[0] for told in later) and len(set(map(tuple, wires.calls))) == 1
+    changes = [i for i, pair in enumerate(pairwise(later[0])) if pair[0] != pair[1]]
+    assert set(np.diff(changes).tolist()) == {3}
+    assert slow[0].balancer.num_moves == at_once[0].balancer.num_moves
+
+
+def test_plans_that_bring_nothing_come_more_rarely() -> None:
+    even = np.full(EXPERTS, 1 / EXPERTS)
+    ranks, _, _ = run(lambda step: even, 150, window=8, interval=12, horizon=1)
+    assert ranks[0].balancer.num_adopted == 0 and 3 <= ranks[0].balancer.num_plans <= 4
+    assert ranks[0].balancer._rarer == 8
 
 
 def test_prefill_alone_is_planned_for_as_well() -> None:

@@ -174,6 +174,13 @@ def _context(base: Settings) -> Iterator[tuple[str, Sequence[tuple[float, Run]]]
         )
 
 
+_DOMAIN: Final[dict[str, object]] = {
+    "gpus": 64, "expert": 64, "fabric": "domain", "counted_layers": 8,
+}  # fmt: skip
+"""64 ranks that fast links join."""
+_SETTLED: Final[dict[str, object]] = {**_DOMAIN, "window": 96, "steps": 200, "warmup": 140}
+"""The same, counted once the first plan is in place."""
+
 STUDIES: Final[dict[str, Study]] = {
     "ep-width": Study(
         question="How many ranks should share the experts?",
@@ -191,8 +198,7 @@ STUDIES: Final[dict[str, Study]] = {
         log=False,
         shown=("tokens_per_s", "balance", "wait"),
         lines=_redundancy,
-        base={"gpus": 64, "expert": 64, "fabric": "domain", "counted_layers": 8, "window": 96,
-              "steps": 200, "warmup": 140},
+        base=_SETTLED,
     ),
     "skew": Study(
         question="What does a hot expert cost, and what does placing bring (64 + 64, one domain)?",
@@ -200,8 +206,7 @@ STUDIES: Final[dict[str, Study]] = {
         log=True,
         shown=("tokens_per_s", "balance", "wait"),
         lines=_skew,
-        base={"gpus": 64, "expert": 64, "fabric": "domain", "counted_layers": 8, "window": 96,
-              "steps": 200, "warmup": 140},
+        base=_SETTLED,
     ),
     "verification": Study(
         question="Who should choose how many drafts are verified (64 ranks, one domain)?",
@@ -209,9 +214,8 @@ STUDIES: Final[dict[str, Study]] = {
         log=True,
         shown=("tokens_per_s", "user_tokens_per_s", "wasted"),
         lines=_verification,
-        base={"gpus": 64, "expert": 64, "fabric": "domain", "counted_layers": 8, "window": 16,
-              "steps": 90, "warmup": 40, "difficulty": 1.0, "doubt": 1.0, "output": 128.0,
-              "output_spread": 0.6, "prompt": 16384.0, "prompt_spread": 0.5},
+        base={**_DOMAIN, "window": 16, "steps": 90, "warmup": 40, "difficulty": 1.0, "doubt": 1.0,
+              "output": 128.0, "output_spread": 0.6, "prompt": 16384.0, "prompt_spread": 0.5},
     ),
     "context": Study(
         question="Should ranks share a prompt, or each take its own in chunks (8 GPUs, EP8)?",

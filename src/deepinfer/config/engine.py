@@ -355,6 +355,10 @@ class ParallelConfig(_Group):
     balance_spare: int = field(
         default=1, metadata=_about("experts that a rank has spare memory for while they move", 1)
     )
+    balance_gb_s: float = field(
+        default=45.0,
+        metadata=_about("GB/s that a rank receives while they move, on average; 0 = no limit", 0),
+    )
     backend: Literal["auto", "exact", "fixed", "gathered", "symm", "deepep"] = field(
         default="auto", metadata=_about("how rows travel between the ranks of `expert`")
     )

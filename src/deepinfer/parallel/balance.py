@@ -49,6 +49,8 @@ UNIT: Final = 720720
 _SHRINK: Final = 8
 _MOST_TRUST: Final = 4
 _LOOKED_AT: Final = 256
+_FEW_SLOTS: Final = 64  # of a layer: other copies are tried behind the greedy ones
+_TRIED: Final = 3  # experts that give a copy, and that take one, and rounds
 _EVENED: Final = 8  # ranks that are tried as givers before evening out ends
 _EVEN_BITS: Final = 20  # of a load, so that sums of products stay far from overflow
 
@@ -307,19 +309,47 @@ def plan_by_steps(
     exchanges  most exchanges of two slots behind the greedy placement, for the sum of peaks
     evenings   most exchanges behind these, for the sum of squares: a step that nobody has seen has
                its peak on any rank, not only on that which had it before
-    Copies are given where they lower the sum of peaks the most. Raises ConfigError when sizes do
-    not fit.
+    Copies are given where they lower the sum of peaks the most; in layers of at most 64 slots a few
+    other choices are tried to their end, the sum of peaks deciding. Raises ConfigError when sizes
+    do not fit.
     """
     num_experts = loads.shape[2]
     _checked(num_experts, num_ranks, slots, 1)
     plans = []
     for layer in range(loads.shape[1]):
         weights = _weights(loads[:, layer], trust)
+
+        def placed(counts: Ints, weights: Ints = weights) -> tuple[list[list[int]], int]:
+            each = weights // counts
+            held = _even_out(_place(each, counts, num_ranks, exchanges), each, evenings)
+            return held, int(np.stack([each[:, row].sum(axis=1) for row in held]).max(axis=0).sum())
+
         counts = _copies_by_steps(weights, slots, num_ranks)
-        each = weights // counts
-        held = _place(each, counts, num_ranks, exchanges)
-        plans.append(_ordered(_even_out(held, each, evenings)))
+        held, peaks = placed(counts)
+        total = weights.sum(axis=0)
+        for _ in range(_TRIED if slots <= _FEW_SLOTS else 0):
+            others = [(*placed(other), other) for other in _other_copies(total, counts, num_ranks)]
+            better = min(others, key=lambda found: found[1], default=None)
+            if better is None or better[1] >= peaks:
+                break
+            held, peaks, counts = better
+        plans.append(_ordered(held))
     return Placement(np.stack(plans), num_experts, num_ranks)
+
+
+def _other_copies(total: Ints, counts: Ints, num_ranks: int) -> list[Ints]:
+    """Return choices next to `counts` [E]: one copy of an idle expert goes to a busy one."""
+    spare = np.where(counts > 1, total // np.maximum(counts - 1, 1), np.iinfo(np.int64).max)
+    busy = np.where(counts < num_ranks, total // counts, -1)
+    found = []
+    for giver in np.argsort(spare, kind="stable")[:_TRIED].tolist():
+        for taker in np.argsort(-busy, kind="stable")[:_TRIED].tolist():
+            if giver != taker and counts[giver] > 1 and counts[taker] < num_ranks:
+                other = counts.copy()
+                other[giver] -= 1
+                other[taker] += 1
+                found.append(other)
+    return found
 
 
 def refine(

@@ -7,7 +7,8 @@ waited for by asking all. So maps change on all ranks at once, and a step sees o
     collect   a row of loads for every step; after `interval` of a kind all ranks add theirs up
     plan      aside, the same on every rank; ranks compare what came out before anything moves
     move      stage by stage: weights travel into spare memory while a step runs, and at the next
-              step every rank copies them into their slots and installs the maps
+              step every rank copies them into their slots and installs the maps; stages are as far
+              apart as a limit on what a rank receives a second asks for
 
 Source: parallelism specification, 4.2 and 4.4.
 """
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -37,6 +40,10 @@ __all__ = ["BalancedLayer", "LiveBalancer"]
 
 _ASK_STEPS: Final = 4
 """Steps between two questions whether every rank has planned."""
+_MOST_PAUSE: Final = 1000
+"""Most steps between two stages."""
+_RAREST: Final = 8
+"""By how much plans that brought nothing put the next one off, at most."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,9 +95,12 @@ class LiveBalancer:
 
     window    steps that a plan is made from: of decode or of prefill, which differ
     interval  steps of either kind between two plans; the first comes after a window. The kind that
-              has that many first is planned for
+              has that many first is planned for. A plan that moves nothing doubles it, up to 8
+              times, and one that does sets it back
     horizon   steps within which moves must pay
     spare     experts for which a rank keeps spare memory
+    bytes_s   bytes a second that a rank receives at most while experts move, on average; 0 = no
+              limit
     control   ranks of the expert group, on the host; data  the same, where weights are
     """
 
@@ -104,10 +114,15 @@ class LiveBalancer:
         interval: int = 2000,
         horizon: int = 2000,
         spare: int = 1,
+        bytes_s: float = 0.0,
     ) -> None:
         self._control, self._data = control, data
         self._window, self._interval = window, max(interval, window)
-        self._horizon, self._spare = horizon, spare
+        self._horizon, self._spare, self._bytes_s = horizon, spare, bytes_s
+        self._rarer = 1
+        self._pause = 0  # steps until the next stage
+        self._since = time.monotonic(), 0  # when the last plan began, and at which step
+        self._step_s = 0.0
         by_size: dict[tuple[int, int, bool], list[BalancedLayer]] = {}
         for layer in layers:
             maps = layer.experts.maps
@@ -157,7 +172,7 @@ class LiveBalancer:
             if self._steps % _ASK_STEPS == 0:
                 self._ask()
         else:
-            wanted = self._interval if self.num_plans else self._window
+            wanted = self._interval * self._rarer if self.num_plans else self._window
             for kind in (True, False):
                 if self._counted[kind] >= wanted and self._thread is None:
                     self._start_planning(kind)
@@ -178,6 +193,7 @@ class LiveBalancer:
     def _start_planning(self, kind: bool) -> None:
         """Add the counts of all ranks up, of decode steps or of prefill steps, and plan aside."""
         self._counted = {True: 0, False: 0}
+        self._since = time.monotonic(), self._steps
         self.num_plans += 1
         work: list[tuple[Placement, LoadWindow]] = []
         for group in self._groups:
@@ -206,7 +222,10 @@ class LiveBalancer:
         done = self._thread is not None and not self._thread.is_alive()
         plans = self._plans if done else None
         digest = 0 if plans is None else _digest(plans)
-        told = self._control.all_gather(torch.tensor([int(done), digest], dtype=torch.int64))
+        began, at = self._since
+        step_ns = round(1e9 * (time.monotonic() - began) / max(1, self._steps - at))
+        mine = torch.tensor([int(done), digest, step_ns], dtype=torch.int64)
+        told = self._control.all_gather(mine)
         if not bool(told[:, 0].all()):
             return
         assert plans is not None
@@ -216,10 +235,13 @@ class LiveBalancer:
                 "ranks have planned the placement of experts differently, nothing was moved: their "
                 f"plans are {[f'{int(value):x}' for value in told[:, 1]]}"
             )
+        self._step_s = 1e-9 * int(told[:, 2].min())  # the same everywhere
         self._last = [(plan.rows_now, plan.rows_planned) for plan in plans]
         for group, plan in zip(self._groups, plans, strict=True):
             self._stages += [(group, stage) for stage in plan.stages]
-        self.num_adopted += any(plan.stages for plan in plans)
+        adopted = any(plan.stages for plan in plans)
+        self.num_adopted += adopted
+        self._rarer = 1 if adopted else min(_RAREST, 2 * self._rarer)
         for number, plan in enumerate(plans):
             _log.info(
                 "experts, group %d: the busiest rank has %.0f rows a step, planned %.0f; %d stages",
@@ -239,7 +261,11 @@ class LiveBalancer:
             self._under_way, self._sending = [], []
             group.install(stage)
             self.num_moves += len(stage)
+            self._pause = self._pause_behind(group, stage)
         if not self._stages:
+            return
+        if self._pause:
+            self._pause -= 1
             return
         group, stage = self._stages[0]
         place, size = self._data.place, group.placement.slots_per_rank
@@ -261,9 +287,21 @@ class LiveBalancer:
         if idle:  # others move in this stage: its maps change here at the same step
             self._sending.append((torch.empty(0), _NOTHING))
 
+    def _pause_behind(self, group: _Balanced, stage: Stage) -> int:
+        """Return how many steps pass without a stage, the same on every rank."""
+        if not self._bytes_s or not self._step_s:
+            return 0
+        received: dict[int, int] = {}
+        for move in stage:
+            rank = move.target // group.placement.slots_per_rank
+            size = _slot_bytes(group.layers[move.layer].parts)
+            received[rank] = received.get(rank, 0) + size
+        steps = math.ceil(max(received.values()) / (self._bytes_s * self._step_s))
+        return min(_MOST_PAUSE, max(0, steps - 1))
+
     def _buffer(self, number: int, parts: Sequence[Tensor]) -> Tensor:
         """Return spare memory for one expert."""
-        size = sum(part[0].numel() * part.element_size() for part in parts)
+        size = _slot_bytes(parts)
         while len(self._buffers) <= number:
             self._buffers.append(parts[0].new_empty(0, dtype=torch.uint8))
         if self._buffers[number].shape[0] < size:
@@ -283,6 +321,10 @@ class _Nothing:
 
 
 _NOTHING: Final = _Nothing()
+
+
+def _slot_bytes(parts: Sequence[Tensor]) -> int:
+    return sum(part[0].numel() * part.element_size() for part in parts)
 
 
 def _pack(parts: Sequence[Tensor], slot: int) -> Tensor:

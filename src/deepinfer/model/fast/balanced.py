@@ -34,6 +34,7 @@ def make_balancer(config: ParallelConfig, ranks: Ranks, model: FastModel) -> Liv
         interval=config.balance_interval,
         horizon=config.balance_horizon,
         spare=config.balance_spare,
+        bytes_s=1e9 * config.balance_gb_s,
     )
 
 
