@@ -240,7 +240,7 @@ struct Dense {
     }
     if constexpr (SHARES) {
       if (cluster_blocks() > 1) {
-        keep_part<N>(p, sums, tokens);
+        keep_part<N>(sums, tokens);
         return;
       }
     }
@@ -249,7 +249,7 @@ struct Dense {
 
   // Partial sums into shared memory, over the ring, which has been read.
   template <int N>
-  static __device__ void keep_part(const Place& p, Sums<N>& sums, u32 at) {
+  static __device__ void keep_part(const Sums<N>& sums, u32 at) {
     const int group = threadIdx.x / 128, warp = (threadIdx.x & 127) >> 5, lane = threadIdx.x & 31;
     named_barrier(8, CONSUMERS);
 #pragma unroll
@@ -258,7 +258,7 @@ struct Dense {
       for (int i = 0; i < N / 2; ++i) {
         const int token = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
         const int row = (group * TILES + m) * 64 + warp * 16 + (lane >> 2) + (i & 2) * 4;
-        if (token < p.rows) store4(at + (token * PITCH + row) * 4, sums.of[m][i]);
+        store4(at + (token * PITCH + row) * 4, sums.of[m][i]);
       }
   }
 
