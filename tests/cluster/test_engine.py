@@ -134,29 +134,41 @@ def test_replicas_without_shared_experts() -> None:
         same(llm.generate(prompts(6), params(6)), wanted)
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
+MOVING = {
+    "parallel.copies": 4, "parallel.balance_window": 4, "parallel.balance_interval": 4,
+    "parallel.balance_horizon": 1_000_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "moving"])
 def test_a_killed_rank_ends_the_engine(kind: str) -> None:
+    """In a step of either kind, and while weights of experts travel."""
     length = 400 if kind == "prefill" else 5
     inputs = [[5 + i] * length for i in range(9)]
     settings = {**SMALL, "parallel.expert": 2, "cache.num_blocks": 64}
+    settings |= MOVING if kind == "moving" else {}
     with LLM("golden", "cpu", settings) as llm:
-        loop = loop_of(llm)
+        loop, balancer = loop_of(llm), llm._balancer
         child = loop.member.children[1]
         killed: list[float] = []
 
         def kill() -> None:
             while True:  # inside a step of this kind, not between two
                 phase, step, now = loop.member.watch._now
-                if phase == "step" and step > 2 and now == kind:
+                if kind == "moving":
+                    if balancer is not None and (balancer._under_way or balancer._sending):
+                        break
+                elif phase == "step" and step > 2 and now == kind:
                     break
                 time.sleep(0.001)
             os.kill(child.pid, signal.SIGKILL)
             killed.append(time.monotonic())
 
-        thread = threading.Thread(target=kill)
+        told = "decode|prefill" if kind == "moving" else kind
+        thread = threading.Thread(target=kill, daemon=True)
         thread.start()
         with pytest.raises(RankError, match=r"rank 1 of 2 \(process \d+\) was killed by SIGKILL; "
-                           rf"it was (in|after) step \d+ \({kind}\)"):  # fmt: skip
+                           rf"it was (in|after) step \d+ \({told}\)"):  # fmt: skip
             llm.generate(inputs, SamplingParams(max_tokens=64, ignore_eos=True))
         thread.join()
         assert time.monotonic() - killed[0] < LIMIT_S
