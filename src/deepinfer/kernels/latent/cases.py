@@ -54,7 +54,7 @@ def _stored(
         form: CacheFormat = "window_fp8" if dtype == torch.bfloat16 else "fp32"
         cache = empty_cache(form, 2, max(4, num_rows), dim, dense=False, split=False)
         idx = torch.randperm(2 * max(4, num_rows), generator=generator)[:num_rows]
-        idx[num_rows // 2] = -1
+        idx[num_rows // 2 :][:1] = -1
         return *plain.build(num_rows, generator), False, cache, idx
 
     return dataclasses.replace(plain, op="latent_store", build=build, rows=(0, 3, 4, 8))
