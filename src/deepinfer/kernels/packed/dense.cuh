@@ -116,6 +116,7 @@ struct Dense {
     const int size = cluster_blocks(), start = blockIdx.x / size, stride = gridDim.x / size;
     const int begin = share_of(a, cluster_place()), end = share_of(a, cluster_place() + 1);
     const u64 policy = read_once();
+    expect_map(map);
     const u32 of_tokens = a.share * (128 * BLOCKS);
     // Weights do not wait for the kernel before this one, which makes the tokens.
     int ahead = start < total ? min(STAGES, (end - begin) / BLOCKS) : 0;
