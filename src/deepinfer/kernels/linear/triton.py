@@ -144,37 +144,54 @@ def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor
 
 @triton.jit
 def _dense(
-    x, weight, out, T, N, K, x_row,
-    BF16: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, weight, out, T, N, K, x_row, part, parts,
+    BF16: tl.constexpr, SPLIT: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
+    """One tile [BN, BT]; parts of the inputs are added up as in `_fp8`."""
+    own = tl.program_id(2)
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     column = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
-    acc = tl.zeros((BN, BT), tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        held = (row < T)[:, None] & (k < K)[None, :]
-        values = tl.load(x + row[:, None] * x_row + k[None, :], held, 0.0)
-        held = (column < N)[:, None] & (k < K)[None, :]
-        weights = tl.load(weight + column[:, None] * K + k[None, :], held, 0.0)
-        if not BF16:
-            values, weights = values.to(tl.float32), weights.to(tl.float32)
-        acc = dot(weights, tl.trans(values), acc, BF16)
+    total = tl.zeros((BN, BT), tl.float32)
+    for piece in range(own, own + 1 if SPLIT else parts):
+        acc = tl.zeros((BN, BT), tl.float32)
+        for start in range(piece * part, tl.minimum(K, (piece + 1) * part), BK):
+            k = start + tl.arange(0, BK)
+            held = (row < T)[:, None] & (k < K)[None, :]
+            values = tl.load(x + row[:, None] * x_row + k[None, :], held, 0.0)
+            held = (column < N)[:, None] & (k < K)[None, :]
+            weights = tl.load(weight + column[:, None] * K + k[None, :], held, 0.0)
+            if not BF16:
+                values, weights = values.to(tl.float32), weights.to(tl.float32)
+            acc = dot(weights, tl.trans(values), acc, BF16)
+        total += acc
+    held = (row < T)[:, None] & (column < N)[None, :]
     at = out + row[:, None] * N + column[None, :]
-    result = narrow(tl.trans(acc), out.dtype.element_ty)
-    tl.store(at, result, (row < T)[:, None] & (column < N)[None, :])
+    if SPLIT:
+        tl.store(at + own.to(tl.int64) * T * N, tl.trans(total), held)
+    else:
+        tl.store(at, narrow(tl.trans(total), out.dtype.element_ty), held)
 
 
 def dense_linear(x: Tensor, weight: DenseWeight, out: torch.dtype) -> Tensor:
     """As the reference."""
     stored = weight.stored.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
-    num_rows, outputs = x.shape[0], stored.shape[0]
+    (num_rows, inputs), outputs = x.shape, stored.shape[0]
     result = torch.empty(num_rows, outputs, dtype=out, device=x.device)
+    if not result.numel():
+        return result
     bf16 = runs_on_bf16(x.dtype) and runs_on_bf16(stored.dtype)
-    rows = tile_rows(num_rows, bf16)
+    rows, parts = tile_rows(num_rows, bf16), _parts(outputs, inputs, 1)
+    tiles = ceil_div(num_rows, rows), ceil_div(outputs, _OUTPUTS)
+    split = parts > 1 and tiles[0] * tiles[1] < _PROGRAMS
+    sums = torch.empty(parts, num_rows, outputs, device=x.device) if split else result
+    part = ceil_div(ceil_div(inputs, parts), _INPUTS) * _INPUTS
     launch(
-        _dense, (ceil_div(num_rows, rows), ceil_div(outputs, _OUTPUTS)),
-        x, stored, result, num_rows, outputs, x.shape[1], x.stride(0),
-        BF16=bf16, BT=rows, BN=_OUTPUTS, BK=_INPUTS,
+        _dense, (*tiles, parts if split else 1), x, stored, sums, num_rows, outputs, inputs,
+        x.stride(0), part, parts, BF16=bf16, SPLIT=split, BT=rows, BN=_OUTPUTS, BK=_INPUTS,
     )  # fmt: skip
+    if split:
+        size = result.numel()
+        launch(_join, (ceil_div(size, 1024),), sums, result, size, parts, BLOCK=1024)
     return result
