@@ -81,8 +81,10 @@ struct Kernel {
                                 16 * STAGES + 4 * (MAX_EXPERTS + 1) + 1024 + 64;
   static constexpr int PITCH = HEIGHT + 4;  // floats of a token's partial sums: no bank conflicts
   static_assert(!DENSE || TOKENS * PITCH * 4 <= STAGES * (WEIGHT_BYTES + TOKEN_BYTES), "partial sums");
-  static constexpr int CONSUMER_REGS = PER_SM == 2 ? 96 : GROUPS == 4 ? 112 : 232;
-  static constexpr int PRODUCER_REGS = PER_SM == 2 ? 40 : GROUPS == 4 ? 32 : 40;
+  static constexpr int CONSUMER_REGS =
+      PER_SM == 2 ? 96 : GROUPS == 4 ? 112 : WAY == BOXED ? 240 : 232;
+  static constexpr int PRODUCER_REGS =
+      PER_SM == 2 ? 40 : GROUPS == 4 ? 32 : WAY == BOXED ? 24 : 40;
 
   struct Place {  // of a tile: expert, first output, first row, number of rows
     int expert, output, row, rows;
@@ -667,7 +669,7 @@ struct Kernel {
         else if constexpr (TOKENS == 64)
           fitting<TOKENS, 16, 32, 48, 64>(p.rows, with);
         else if constexpr (WAY == OWN || WAY == BOXED)
-          fitting<TOKENS, 64, 96, 112, 128, 144>(p.rows, with);
+          fitting<TOKENS, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176>(p.rows, with);
         else
           multiply<TOKENS>(a, p, ring, x, w, full, empty, staging);
       }
