@@ -16,6 +16,7 @@ from torch import Tensor
 from deepinfer.model.fast.context import ContextShare, Scheme, share_inputs
 from deepinfer.model.fast.inputs import ReplayMode, SequenceRows, build_inputs
 from deepinfer.model.reference import Numerics
+from deepinfer.parallel.comm import DONE, Waitable
 
 PairOf = Callable[[str, Numerics], Pair]
 SCHEMES: tuple[Scheme, ...] = ("all", "entries")
@@ -49,14 +50,14 @@ class ThreadGroup:
     def size(self) -> int:
         return self.wires.size
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def start_gather(self, x: Tensor) -> tuple[Tensor, Waitable]:
         self.calls.append(tuple(x.shape))
         self.wires.slots[self.place] = x
         if self.wires.barrier.wait() == 0:
             self.wires.sent += x.numel() * x.element_size()
         found = torch.stack(self.wires.slots)
         self.wires.barrier.wait()
-        return found
+        return found, DONE
 
 
 class Shared:

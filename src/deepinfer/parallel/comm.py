@@ -132,14 +132,21 @@ class Group:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every member's x, [size, *x.shape]."""
+        out, work = self.start_gather(x)
+        work.wait()
+        return out
+
+    def start_gather(self, x: Tensor) -> tuple[Tensor, Waitable]:
+        """Start the same; the result may be read behind the wait."""
+        x = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
-        self._run(
+        work = self._run(
             "all_gather",
-            lambda b: b._allgather_base(_bytes(out), _bytes(x.contiguous())),
+            lambda b: b._allgather_base(_bytes(out), _bytes(x)),
             lambda: out.copy_(x.unsqueeze(0)),
             (out, x),
-        ).wait()
-        return out
+        )
+        return out, work
 
     def all_reduce(self, x: Tensor, largest: bool = False) -> Tensor:
         """Sum x over the members, or take the largest, in place."""

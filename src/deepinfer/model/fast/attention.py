@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,11 +36,13 @@ def project(
     x: Tensor,
     rotation: Rotation,
     into: Target | None = None,
+    begin: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the query latent [T, rank], queries [T, H, D] and window entries [T, D] of x [T, C].
 
     Queries and entries are rotated, entries not yet quantized; the latent is where ops fuse.
-    into  store the entries here instead of returning them
+    into   store the entries here instead of returning them
+    begin  called with the entries before the queries are made
     """
     ops, config, quantize = step.ops, step.config, step.numerics.quantize
     both = ops.fp8_linear(x, weights.wq_a_wkv, quantize)
@@ -56,6 +58,8 @@ def project(
         if into is not None:
             ops.cache_store(into[0], kv, into[1])
             kv = None
+    if kv is not None and begin is not None:
+        begin(kv)
     q = ops.fp8_linear(latent, weights.wq_b, quantize and not step.fuses)
     q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
     return latent, ops.rotate_tail(q, *rotation, reuse=True), kv
@@ -114,7 +118,9 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
     into: Target | None = None
     if paged and step.inputs.decode and _stores_directly(step):
         into = window, step.inputs.window_store
-    latent, q, kv = project(step, weights, x, rotation, into)
+    context = step.inputs.context  # ranks that share the step: entries travel behind the queries
+    begin = None if context is None else context.window.begin
+    latent, q, kv = project(step, weights, x, rotation, into, begin)
     if kv is not None and paged and step.inputs.decode:
         store_window(step, window, kv)
     elif kv is not None and paged:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 __all__ = ["ContextRows", "Gather", "Gatherer"]
+
+
+class _Work(Protocol):
+    def wait(self) -> None:
+        """Return when what was gathered may be read."""
+        ...
 
 
 class Gatherer(Protocol):
@@ -25,8 +31,8 @@ class Gatherer(Protocol):
         """Of this rank among them."""
         ...
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Return every member's x, [size, *x.shape]."""
+    def start_gather(self, x: Tensor) -> tuple[Tensor, _Work]:
+        """Start to bring every member's x, [size, *x.shape], which may be read behind the wait."""
         ...
 
 
@@ -44,17 +50,31 @@ class Gather:
     most: int
     index: Tensor
     own: bool = False
+    _begun: list[tuple[Tensor, _Work]] = field(default_factory=list)
+
+    def begin(self, x: Tensor) -> None:
+        """Start sending this rank's x; what runs before the call with the same x, runs meanwhile.
+
+        Every rank calls it, with no other collective of the group between.
+        """
+        if self.most:
+            self._begun.append(self._start(x))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [n, ...] of this rank's x [rows, ...]; every rank calls it."""
         everyone = x
         if self.most:
-            padded = x.new_zeros((self.most, *x.shape[1:]))
-            padded[: self.send.shape[0]] = x[self.send]
-            everyone = self.group.all_gather(padded).flatten(0, 1)
+            found, work = self._begun.pop() if self._begun else self._start(x)
+            work.wait()
+            everyone = found.flatten(0, 1)
             if self.own:
                 everyone = torch.cat([x, everyone])
         return everyone[self.index]
+
+    def _start(self, x: Tensor) -> tuple[Tensor, _Work]:
+        padded = x.new_zeros((self.most, *x.shape[1:]))
+        padded[: self.send.shape[0]] = x[self.send]
+        return self.group.start_gather(padded)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
