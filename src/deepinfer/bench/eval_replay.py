@@ -91,13 +91,16 @@ def continued(model: EvalModel, prompt: Sequence[int], rest: Sequence[int], keep
 
 
 def _times(run: Evaluation, compared: Sequence[int]) -> Iterator[Figure]:
-    """Yield the processor time of one prefill, in turns so that a slow spell hits all alike."""
+    """Yield the processor time of one prefill, in turns so that a slow spell hits all alike; under
+    a limit of one alone.
+    """
     model = run.model
     ids = [i for row in run.rows(held_out_documents()) for i in row.token_ids]
     prompt = (ids * -(-TIMED_TOKENS // len(ids)))[: min(TIMED_TOKENS, model.max_tokens)]
-    run.tell(f"replay: prefill of {len(prompt)} tokens, {_REPEATS} times each way")
+    repeats = _REPEATS if run.limit is None else 1
+    run.tell(f"replay: prefill of {len(prompt)} tokens, {repeats} times each way")
     took: dict[int, list[float]] = {keep: [] for keep in compared}
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         for keep in compared:
             sequence = _Sequence(model, len(prompt))
             start = time.process_time()

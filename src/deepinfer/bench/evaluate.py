@@ -50,6 +50,7 @@ QUICK_LIMIT: Final = 1
 GLOSSES: Final = "wordnet"
 DISTANCES: Final = (0, 128, 256, 512, 1024, 2048)
 
+_SHORT: Final = 768
 _PROMPT: Final = 256
 _CONTINUED: Final = 96
 _STREAMS: Final = 32
@@ -143,8 +144,9 @@ class Evaluation:
 
     @cached_property
     def natural(self) -> list[tuple[Row, Scored]]:
-        """The held-out natural text, scored."""
-        return self.score(self.rows(held_out_documents()), "held-out text")
+        """The held-out natural text, scored; under a limit in rows of at most 768 tokens."""
+        length = None if self.limit is None else min(_SHORT, self.model.max_tokens)
+        return self.score(self.rows(held_out_documents(), length), "held-out text")
 
     @cached_property
     def draft_prompts(self) -> list[tuple[str, list[int]]]:
