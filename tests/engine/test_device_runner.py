@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import deepinfer.llm
+from deepinfer.engine import device_runner
 from deepinfer.engine.device_runner import DeviceRunner, settle
 from deepinfer.engine.graphs import GraphCache, StepKey, bound_bucket, draft_bucket, row_bucket
 from deepinfer.engine.request import Completion, SamplingParams
@@ -165,3 +166,24 @@ def test_a_step_is_recorded_at_its_second_run() -> None:
     assert cache.num_recorded == 2, "seen before, so recorded at once"
     plain: GraphCache[int] = GraphCache(enabled=False)
     assert [plain.run(key, lambda: 7) for _ in range(3)] == [7, 7, 7]
+
+
+def test_usual_steps_are_recorded_at_the_start(
+    on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All numbers of sequences, with all drafts; running them leaves caches and slots alone."""
+    sizes = {"scheduling.max_num_seqs": 3, "scheduling.max_model_len": 1024}
+    runner = on_device(**DRAFTS, **sizes)._loop.executor._runner
+    monkeypatch.setattr(device_runner, "_PREPARE_S", 1e9)
+    runner.graphs = _Recorder(enabled=True)
+    runner._varies = True
+    before = runner.caches.slots.clone(), runner.state.length.clone(), runner.state.drafts.clone()
+    runner.prepare()
+    found = list(runner.graphs._graphs)
+    assert found[0] == max(found) and len(set(found)) == len(found) == 7
+    assert {(key.sequences, key.rows) for key in found} == {
+        (n, n * each) for n in (1, 2, 4) for each in (1, 4)
+    }
+    after = runner.caches.slots, runner.state.length, runner.state.drafts
+    assert all(torch.equal(a[1:], b[1:]) for a, b in zip(before, after, strict=True))
+    assert torch.equal(before[0], after[0]), "padding stores nothing, not even in slot 0"

@@ -8,9 +8,11 @@ specification, 2.3 and D2.
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +49,9 @@ __all__ = ["DeviceRunner", "make_runner", "settle"]
 
 IntArray = NDArray[np.int64]
 
+_PREPARE_S = 6.0
+"""Seconds that usual steps are recorded for at the start, at most one step more."""
+
 _FIXED = 9
 """Columns of an outcome in front of tokens and drafts."""
 
@@ -76,6 +81,7 @@ def make_runner(
         max_blocks=-(-most // layout.tokens_per_block),
         graphs=device.type == "cuda" and graphs != "off",
         strict=graphs == "on",
+        varies=config.speculation.variable,
     )
 
 
@@ -156,6 +162,7 @@ class DeviceRunner(Runner):
     max_sequences, max_blocks  most sequences of a step, and blocks of one
     graphs        record decode steps
     strict        raise where a step cannot be recorded
+    varies        steps have budgets of drafts
     Steps with logits processors or under rejection sampling wait for the device as `Runner` does;
     so do those together with other ranks, unless all that ranks exchange goes by the device alone.
     """
@@ -176,12 +183,14 @@ class DeviceRunner(Runner):
         max_blocks: int,
         graphs: bool,
         strict: bool = False,
+        varies: bool = False,
     ) -> None:
         super().__init__(
             model, caches, layout, sampler, state, device, drafter, find_bad_weight, replay
         )
         num_slots = state.length.shape[0]
         self.graphs: GraphCache[tuple[Tensor, ...]] = GraphCache(graphs, strict)
+        self._varies = varies
         self._form = layout_form(layout)
         self._most_tokens = max_blocks * layout.tokens_per_block
         self._least_bound = max(layout.tokens_per_block, 512)
@@ -234,26 +243,41 @@ class DeviceRunner(Runner):
         return lambda: self._finish(launched)
 
     def prepare(self) -> None:
-        """Run and record the largest step, of padding, before any other: it takes the most memory,
-        and all smaller ones live in what it took.
+        """Run and record usual steps, of padding, before any other: the largest first, which takes
+        the most memory, and all smaller ones live in what it took. Kernels are compiled meanwhile,
+        tiles of all sizes with them; what is left after `_PREPARE_S` is recorded when it comes.
         """
         if not self.graphs.enabled:
             return
-        drafts = 0 if self.drafter is None else self.drafter.num_drafts
-        sequences = self._most_sequences
-        key = StepKey(
-            sequences,
-            draft_bucket(sequences, sequences * drafts),
-            bound_bucket(self._most_tokens, self._least_bound, self._most_tokens),
-            drafts > 0,
-            False,
-            self.drafter is not None,
-            "greedy",
-        )
+        begin = time.perf_counter()
         with torch.inference_mode():
-            for _ in range(2):
-                self._given.zero_()
-                self.graphs.run(key, lambda: self._whole(key, ()))
+            for key in self._usual():
+                for _ in range(2):
+                    self._given.zero_()
+                    self.graphs.run(key, functools.partial(self._whole, key, ()))
+                if time.perf_counter() - begin > _PREPARE_S:
+                    break
+
+    def _usual(self) -> Iterator[StepKey]:
+        """Yield the largest step, then each number of sequences with all drafts and with none."""
+        drafts = 0 if self.drafter is None else self.drafter.num_drafts
+        least = bound_bucket(1, self._least_bound, self._most_tokens)
+        sizes = sorted({row_bucket(n) for n in range(1, self._most_sequences + 1)}, reverse=True)
+        bounds = [bound_bucket(self._most_tokens, self._least_bound, self._most_tokens), least]
+        keys = [(sizes[0], bounds[0], drafts)]
+        keys += [(size, least, drafts) for size in sizes]
+        if drafts and self._varies:
+            keys += [(size, least, 0) for size in sizes]
+        for sequences, bound, each in dict.fromkeys(keys):
+            yield StepKey(
+                sequences,
+                draft_bucket(sequences, sequences * each),
+                bound,
+                each > 0,
+                each > 0 and self._varies,
+                self.drafter is not None,
+                "greedy",
+            )
 
     def _must_wait(self, plan: StepPlan) -> bool:
         if self._batches.share is not None and plan.kind is StepKind.PREFILL:
