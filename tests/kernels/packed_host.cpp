@@ -289,12 +289,12 @@ int run_blocks(const Args& a, int blocks, int cluster) {
   extern "C" int name(const void* x, const void* token_scale, const void* source,                 \
                       const void* weight, const void* row_scale, const void* offsets, void* out,  \
                       long long experts, long long outputs, long long inputs, long long x_row,    \
-                      long long rows, long long part, long long out_row, long long blocks,        \
-                      long long cluster, void*) {                                                 \
+                      long long rows, long long part, long long out_row, long long least,         \
+                      long long most, long long blocks, long long cluster, void*) {               \
     Args a = {(const unsigned char*)x, (const float*)token_scale, (const long long*)source,             \
               (const unsigned char*)weight, (const float*)row_scale, (const long long*)offsets,         \
               (unsigned short*)out, int(experts), int(outputs), int(inputs), int(x_row),          \
-              int(rows), int(part), int(out_row)};                                                \
+              int(rows), int(part), int(out_row), int(least), int(most)};                         \
     return run_blocks<Kernel<__VA_ARGS__>>(a, int(blocks), int(cluster));                         \
   }
 #include "../../src/deepinfer/kernels/packed/schedules.cuh"

@@ -49,6 +49,7 @@ def experts(
     scale: Tensor | None = None,
     source: Tensor | None = None,
     programs: int = 3,
+    most: int = 1 << 20,
 ) -> Tensor:
     """Products of rows sorted by expert, into poisoned memory."""
     rows = sum(counts)
@@ -57,7 +58,7 @@ def experts(
     call(
         library, name, x, scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        0, 0, weight.outputs, programs, 1,
+        0, 0, weight.outputs, 0, most, programs, 1,
     )  # fmt: skip
     return out
 
@@ -70,7 +71,7 @@ def dense(
     call(
         library, name, x, None, None, weight.data, weight.row_scale, None, out,
         groups, weight.outputs // groups, weight.inputs, x.stride(0) * 2, rows, x.stride(1) * 2,
-        weight.outputs, tiles * split if split > 1 else 2, split,
+        weight.outputs, 0, 0, tiles * split if split > 1 else 2, split,
     )  # fmt: skip
     return out
 
@@ -131,6 +132,7 @@ def test_rows_are_taken_from_their_sources(library: ctypes.CDLL, seed: int) -> N
     source = torch.tensor([3, 0, 3, 1, 2])
     out = experts(library, "exact_32", weight, x, [2, 3], source=source)
     assert torch.equal(out, experts(library, "exact_32", weight, x[source], [2, 3]))
+    assert experts(library, "exact_32", weight, x[source], [2, 3], most=5).isnan().all()
 
 
 @pytest.mark.parametrize("decoded", [Decoded.FP4_E4M3, Decoded.FP4_BF16])

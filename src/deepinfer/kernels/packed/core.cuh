@@ -46,6 +46,8 @@ struct Args {
   // Dense products: every "expert" (a group of the matrix's rows) takes the same `rows` rows, its
   // part of x begins x_part_bytes after the last one's, its part of a result row `outputs` after it.
   int rows, x_part_bytes, out_row;
+  // Expert products of fewer rows than `least`, or of `most` and more, are another launch's work.
+  int least, most;
 };
 
 // ---- the kernel ----------------------------------------------------------------------------------
@@ -619,12 +621,15 @@ struct Kernel {
     }
     if constexpr (!DENSE) previous_kernel_wait();
     if (!DENSE && threadIdx.x < 32) {  // tiles of tokens before each expert
+      const long long all = __ldg(a.offsets + a.experts);
+      const bool mine = a.least <= all && all < a.most;
       int sum = 0;
       if (threadIdx.x == 0) first[0] = 0;
       for (int base = 0; base < a.experts; base += 32) {
         const int e = base + threadIdx.x;
         int n = 0;
-        if (e < a.experts) n = static_cast<int>(__ldg(a.offsets + e + 1) - __ldg(a.offsets + e) + TOKENS - 1) / TOKENS;
+        if (mine && e < a.experts)
+          n = static_cast<int>(__ldg(a.offsets + e + 1) - __ldg(a.offsets + e) + TOKENS - 1) / TOKENS;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
           const int other = __shfl_up_sync(~0u, n, d);

@@ -31,6 +31,9 @@ _DENSE: Final = {
 """Dense schedules: most rows, rows and outputs of a tile, programs of a multiprocessor."""
 
 
+_ALL: Final = (1 << 31) - 1
+
+
 def schedule(decoded: Decoded, rows: int, experts: int) -> str:
     """Return the launcher for a number of rows, by their mean per expert.
 
@@ -57,6 +60,8 @@ def multiply(
     out: Tensor | None = None,
     name: str = "",
     cluster: int = 1,
+    least: int = 0,
+    most: int = _ALL,
 ) -> Tensor:
     """Multiply rows sorted by expert by their expert's matrix; returns [R, N] bf16.
 
@@ -66,6 +71,7 @@ def multiply(
     source       [R] int64: row r of the result is of row source[r] of x
     name         the schedule, by default chosen by the number of rows
     cluster      programs that share tokens, of schedules that can, where outputs are 256 of each
+    least, most  do nothing where offsets[E] is below `least`, or `most` and more
     """
     rows = x.shape[0] if source is None else source.shape[0]
     if out is None:
@@ -75,7 +81,7 @@ def multiply(
         nvcc.load(SOURCE), name, x.device,
         x, token_scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        rows, 0, weight.outputs, _programs(x.device) // cluster * cluster, cluster,
+        rows, 0, weight.outputs, least, most, _programs(x.device) // cluster * cluster, cluster,
     )  # fmt: skip
     return out
 
@@ -109,7 +115,7 @@ def dense(
         nvcc.load(SOURCE), chosen, x.device,
         x, None, None, weight.data, weight.row_scale, None, out,
         groups, weight.outputs // groups, weight.inputs, x.stride(0) * x.element_size(),
-        rows, x.stride(1) * x.element_size(), weight.outputs, blocks, split,
+        rows, x.stride(1) * x.element_size(), weight.outputs, 0, 0, blocks, split,
     )  # fmt: skip
     return out
 
