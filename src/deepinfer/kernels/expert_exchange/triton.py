@@ -48,6 +48,7 @@ HEAD_ALIGN = 16  # bytes: rows, headers and values begin at multiples, so that 1
 _TILE = 1024
 _PUSH_WARPS = 2  # a thread then has two words of eight codes
 _BACK_TILE = 512  # words of eight bytes
+_BACK_WARPS = 4
 
 
 @triton.jit
@@ -372,4 +373,5 @@ def give_back(
     launch(
         _give_back, (size * most, active, ceil_div(words.shape[1], _BACK_TILE)), words, place,
         bases, offset, first, most, active, words.shape[1], SIZE=size, TILE=_BACK_TILE,
+        num_warps=_BACK_WARPS,
     )  # fmt: skip
