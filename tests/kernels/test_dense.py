@@ -39,7 +39,7 @@ def multiply(library: ctypes.CDLL, name: str, x: Tensor, weight: Fp8Weight, spli
     out = torch.full((rows, outputs), torch.nan, dtype=torch.bfloat16)
     arguments = (
         x, packed.data, packed.row_scale, out, groups, outputs // groups, inputs, x.stride(0) * 2,
-        rows, share_of(rows, SCHEDULES[name][0]), outputs, 2, split,
+        rows, share_of(rows, name), outputs, 2, split * SCHEDULES[name][2],
     )  # fmt: skip
     passed = [ctypes.c_longlong(v) if isinstance(v, int) else nvcc.pointer(v) for v in arguments]
     assert library[name](*passed, None) == 0
@@ -58,6 +58,9 @@ def multiply(library: ctypes.CDLL, name: str, x: Tensor, weight: Fp8Weight, spli
         ("wide_128", 100, (256, 256, 1), 1),
         ("wide_192", 193, (256, 256, 1), 2),
         ("wide_256", 129, (256, 256, 1), 1),
+        ("pair_128", 150, (512, 256, 2), 1),
+        ("pair_192", 90, (512, 256, 1), 2),
+        ("pair_256", 193, (512, 256, 1), 1),
     ],
 )
 def test_products(
