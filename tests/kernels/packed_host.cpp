@@ -299,10 +299,20 @@ int run_blocks(const Args& a, int blocks, int cluster) {
   }
 #include "../../src/deepinfer/kernels/packed/schedules.cuh"
 
-extern "C" int fold(const void* x, void* codes, void* scale, long long rows, long long inputs,
-                    long long x_row, void*) {
+extern "C" int gather(const void* x, void* out, const void* source, const void* offsets, long long rows,
+                      long long experts, long long inputs, long long x_row, void*) {
   host::launch(int(rows), int(inputs / VALUES), 0, [=] {
-    fold_kernel((const unsigned short*)x, (unsigned char*)codes, (float*)scale, int(inputs), x_row);
+    gather_kernel((const unsigned short*)x, (unsigned short*)out, (const long long*)source,
+                  (const long long*)offsets, int(experts), int(inputs), x_row);
+  });
+  return 0;
+}
+
+extern "C" int fold(const void* x, void* codes, void* scale, const void* source, const void* offsets,
+                    long long rows, long long experts, long long inputs, long long x_row, void*) {
+  host::launch(int(rows), int(inputs / VALUES), 0, [=] {
+    fold_kernel((const unsigned short*)x, (unsigned char*)codes, (float*)scale, (const long long*)source,
+                (const long long*)offsets, int(experts), int(inputs), x_row);
   });
   return 0;
 }

@@ -187,11 +187,19 @@ def test_tokens_are_folded_and_gated(library: ctypes.CDLL, seed: int) -> None:
     x[1] *= 1e-6  # the least scale
     x[2, 5] = 448 * 4  # a scale's border
     codes, scale = torch.empty(3, 768, dtype=torch.uint8), torch.empty(3)
-    call(library, "fold", x, codes, scale, 3, 768, 768)
+    call(library, "fold", x, codes, scale, None, None, 3, 0, 768, 768)
     _, exponents = act8(x.float().abs().amax(1, keepdim=True).expand(3, 32).contiguous())
     assert torch.equal(scale, decode_ue8m0(exponents).flatten())
     kept = (x.float() / scale[:, None]).to(torch.float8_e4m3fn)
     assert torch.equal(codes, kept.view(torch.uint8))
+    source, offsets = torch.tensor([2, 0, 7]), torch.tensor([0, 2])
+    taken, factor = torch.empty_like(codes), torch.empty(3)
+    call(library, "fold", x, taken, factor, source, offsets, 3, 1, 768, 768)
+    assert torch.equal(taken[:2], codes[source[:2]])
+    assert torch.equal(factor[:2], scale[source[:2]])
+    rows = torch.full_like(x, torch.nan)
+    call(library, "gather", x, rows, source, offsets, 3, 1, 768, 768)
+    assert torch.equal(rows[:2], x[source[:2]]) and rows[2].isnan().all()
 
     weight, offsets = torch.rand(3, generator=generator), torch.tensor([0, 1, 2])
     gate_up = torch.randn(3, 512, generator=generator).mul(8).bfloat16()
@@ -202,7 +210,7 @@ def test_tokens_are_folded_and_gated(library: ctypes.CDLL, seed: int) -> None:
         assert torch.equal(out[:2], wanted[quantize][:2]) and out[2].isnan().all()
     codes, again = torch.empty(3, 256, dtype=torch.uint8), torch.empty(3, 256, dtype=torch.uint8)
     call(library, "gate", gate_up, weight, codes, scale, offsets, 3, 2, 256, 10.0, 1, 1)
-    call(library, "fold", wanted[0], again, torch.empty(3), 3, 256, 256)
+    call(library, "fold", wanted[0], again, torch.empty(3), None, None, 3, 0, 256, 256)
     assert torch.equal(codes[:2], again[:2])
 
 

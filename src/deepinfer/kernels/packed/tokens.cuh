@@ -64,13 +64,34 @@ __device__ inline void store_codes(unsigned char* out, const Eight& x, float inv
   *reinterpret_cast<uint2*>(out) = make_uint2(low, high);
 }
 
-// x [rows, K] bf16 -> codes [rows, K], scale [rows]
-__global__ void fold_kernel(const unsigned short* x, unsigned char* codes, float* scale, int inputs,
+// The row of x that a block reads: its own, or the one at its place in `source` [rows]; -1 for places
+// from offsets[experts] on.
+__device__ inline long long source_of(const long long* source, const long long* offsets, int experts) {
+  if (!source) return blockIdx.x;
+  return blockIdx.x < offsets[experts] ? source[blockIdx.x] : -1;
+}
+
+// x [T, K] bf16 -> out [rows, K], a copy of the rows that `source` names
+__global__ void gather_kernel(const unsigned short* x, unsigned short* out, const long long* source,
+                              const long long* offsets, int experts, int inputs, long long x_row) {
+  previous_kernel_wait();
+  next_kernel_may_start();
+  const long long row = blockIdx.x, from = source_of(source, offsets, experts);
+  if (from < 0) return;
+  const int at = threadIdx.x * VALUES;
+  *reinterpret_cast<uint4*>(out + row * inputs + at) =
+      *reinterpret_cast<const uint4*>(x + from * x_row + at);
+}
+
+// x [T, K] bf16 -> codes [rows, K], scale [rows], of its rows in order or as `source` names them
+__global__ void fold_kernel(const unsigned short* x, unsigned char* codes, float* scale,
+                            const long long* source, const long long* offsets, int experts, int inputs,
                             long long x_row) {
   previous_kernel_wait();
   next_kernel_may_start();
-  const long long row = blockIdx.x;
-  const Eight v = unpack(*reinterpret_cast<const uint4*>(x + row * x_row + threadIdx.x * VALUES));
+  const long long row = blockIdx.x, from = source_of(source, offsets, experts);
+  if (from < 0) return;
+  const Eight v = unpack(*reinterpret_cast<const uint4*>(x + from * x_row + threadIdx.x * VALUES));
   const float factor = scale_of(row_largest(largest(v)));
   if (threadIdx.x == 0) scale[row] = factor;
   store_codes(codes + row * inputs + threadIdx.x * VALUES, v, inverse_of(factor));

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepinfer.kernels import nvcc
 from deepinfer.kernels.packed import triton
 
-__all__ = ["SOURCE", "fold_tokens", "gate_tokens"]
+__all__ = ["SOURCE", "fold_tokens", "gate_tokens", "gather_tokens"]
 
 SOURCE: Final = Path(__file__).with_name("tokens.cu")
 
@@ -23,14 +23,36 @@ def _takes(x: Tensor, inputs: int) -> bool:
     return x.dtype == torch.bfloat16 and inputs % 256 == 0 and inputs <= _MOST
 
 
-def fold_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `triton.fold_tokens`, with the same bits."""
-    rows, inputs = x.shape
-    if not _takes(x, inputs) or x.stride(1) != 1 or x.stride(0) % 8:
-        return triton.fold_tokens(x)
+def _takes_rows(x: Tensor) -> bool:
+    return _takes(x, x.shape[1]) and x.stride(1) == 1 and x.stride(0) % 8 == 0
+
+
+def gather_tokens(x: Tensor, source: Tensor, offsets: Tensor) -> Tensor:
+    """Return rows `source` [P] int64 of x [T, K], any values from offsets[E] on."""
+    if not _takes_rows(x):
+        return x[source]
+    rows, inputs = source.shape[0], x.shape[1]
+    out = torch.empty(rows, inputs, dtype=x.dtype, device=x.device)
+    nvcc.call(
+        nvcc.load(SOURCE), "gather", x.device, x, out, source, offsets,
+        rows, offsets.shape[0] - 1, inputs, x.stride(0),
+    )  # fmt: skip
+    return out
+
+
+def fold_tokens(
+    x: Tensor, source: Tensor | None = None, offsets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `triton.fold_tokens`, with the same bits; of the rows `source` as `gather_tokens`."""
+    if not _takes_rows(x):
+        return triton.fold_tokens(x if source is None else x[source])
+    rows, inputs = x.shape[0] if source is None else source.shape[0], x.shape[1]
     codes = torch.empty(rows, inputs, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    nvcc.call(nvcc.load(SOURCE), "fold", x.device, x, codes, scale, rows, inputs, x.stride(0))
+    nvcc.call(
+        nvcc.load(SOURCE), "fold", x.device, x, codes, scale, source, offsets,
+        rows, 0 if offsets is None else offsets.shape[0] - 1, inputs, x.stride(0),
+    )  # fmt: skip
     return codes, scale
 
 
