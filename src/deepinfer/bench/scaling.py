@@ -172,6 +172,7 @@ def _measure(team: Gang, args: argparse.Namespace) -> None:
             found_us = team.kernels_us(steps[name])
             entry["kernels_us"] = round(sum(found_us.values()), 1)
             entry["exchange_us"] = round(sum(found_us.get(k, 0.0) for k in _EXCHANGE), 1)
+            entry["peak_bytes"] = torch.cuda.max_memory_allocated()
         team.tell({**entry, **told})
     forms.model.blocks, forms.model.ranks = forms.whole, None
 
