@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import grouping, tiles
+from deepinfer.kernels import streams as plain_streams
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
 from deepinfer.kernels.decode_rows import LayoutForm, lay_out_plain
@@ -189,6 +190,18 @@ def block_places() -> tuple[Tensor, Tensor, int]:
     return found, torch.randint(0, 30, (5, 6), generator=generator), 8
 
 
+def streams(module, dtype: torch.dtype) -> list[Tensor]:
+    """Streams begun, and their means beside each other, by `kernels/streams` or its twin."""
+    generator = torch.Generator().manual_seed(3)
+    embed = torch.randn(9, 72, generator=generator).bfloat16()
+    made = module.start_streams(embed, torch.tensor([4, 0, 8]), 4, dtype)
+    out = torch.zeros(3, 144, dtype=dtype)
+    for at in range(2):
+        stream = torch.randn(3, 4, 72, generator=generator).to(dtype)
+        module.mean_into(stream, out[:, 72 * at : 72 * at + 72])
+    return [*made, out]
+
+
 def rounding(seed: int) -> dict[str, tuple[object, ...]]:
     """Arguments with which ops round what they return."""
     generator = torch.Generator().manual_seed(seed)
@@ -238,6 +251,11 @@ def run(seed: int) -> list[str]:
         pairs = zip(grouped(twin, *setting), grouped(grouping, *setting), strict=True)
         if not all(torch.equal(mine, want) for mine, want in pairs):
             failures.append(f"grouping {setting}: other values")
+    twin = import_module("deepinfer.kernels.streams.triton")
+    for dtype in (torch.bfloat16, torch.float32):
+        pairs = zip(streams(twin, dtype), streams(plain_streams, dtype), strict=True)
+        if not all(torch.equal(mine, want) for mine, want in pairs):
+            failures.append(f"streams {dtype}: other values")
     failures += [text for text in (token_problem(4, w, seed) for w in (32, 2080)) if text]
     for heads, dtype in ((None, torch.float32), (3, torch.bfloat16), (20, torch.bfloat16)):
         generator = torch.Generator().manual_seed(seed)
@@ -327,7 +345,7 @@ def compile_all(archs: list[int]) -> list[str]:
 
     # On a card bf16 products run as such: compile that, though this process has no card.
     modules = {line.module.partition(".")[0] for lines in TABLE.values() for line in lines}
-    for module in modules | {"grouping", "decode_rows", "draw", "packed"}:
+    for module in modules | {"grouping", "decode_rows", "draw", "packed", "streams"}:
         try:
             kernels = import_module(f"deepinfer.kernels.{module}.triton")
         except ModuleNotFoundError:
@@ -344,6 +362,7 @@ def compile_all(archs: list[int]) -> list[str]:
         stored("triton", *setting)
     for setting in ENTRIES:
         entries_stored("triton", *setting)
+    streams(import_module("deepinfer.kernels.streams.triton"), torch.bfloat16)
     for setting in GROUPED:
         grouped(import_module("deepinfer.kernels.grouping.triton"), *setting)
     angle = torch.zeros(5, 12)

@@ -18,12 +18,13 @@ from deepinfer.kernels.cache_io import PagedCache
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.rope.tables import window_inv_freq
+from deepinfer.kernels.streams import start_streams
 from deepinfer.model.fast.attention import (
     project,
     project_output,
     store_entries,
 )
-from deepinfer.model.fast.block import Open, run_block, run_open, sites_of, start_streams
+from deepinfer.model.fast.block import Open, run_block, run_open, sites_of
 from deepinfer.model.fast.moe import serve_experts
 from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights, Loader

@@ -14,7 +14,7 @@ from deepinfer.model.fast.moe import moe
 from deepinfer.model.fast.step import Pass
 from deepinfer.model.fast.weights import BlockWeights, HyperWeights
 
-__all__ = ["Open", "Sites", "begin", "run_block", "run_open", "sites_of", "start_streams"]
+__all__ = ["Open", "Sites", "begin", "run_block", "run_open", "sites_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,6 @@ def sites_of(block: BlockWeights, dtype: torch.dtype) -> Sites:
         SiteWeights(attn.fn, attn.scale, attn.base, block.attn_norm.to(dtype)),
         SiteWeights(ffn.fn, ffn.scale, ffn.base, block.ffn_norm.to(dtype)),
     )
-
-
-def start_streams(
-    embed: Tensor, token_ids: Tensor, num_streams: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return what the first block takes: embeddings copied to all streams, and the mix (1, 0, ..).
-
-    embed [V, C], token_ids [T] int64; returns stream [T, M, C] of `dtype` and pre [T, M] fp32.
-    """
-    stream = embed[token_ids].to(dtype).unsqueeze(1).expand(-1, num_streams, -1).contiguous()
-    pre = torch.zeros(token_ids.shape[0], num_streams, device=embed.device)
-    pre[:, 0] = 1.0
-    return stream, pre
 
 
 def run_block(

@@ -22,11 +22,11 @@ from deepinfer.errors import TokenizerError
 from deepinfer.kernels.libraries import is_usable
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.rope.tables import compressed_inv_freq, window_inv_freq
-from deepinfer.kernels.rows import sum_in_order
+from deepinfer.kernels.streams import mean_into, start_streams
 from deepinfer.kernels.table import COPIES, TABLE, W4A8
 from deepinfer.model.dspark import DraftModel
 from deepinfer.model.fast.attention import attention
-from deepinfer.model.fast.block import Open, run_block, run_open, sites_of, start_streams
+from deepinfer.model.fast.block import Open, run_block, run_open, sites_of
 from deepinfer.model.fast.compressor import compress_step
 from deepinfer.model.fast.engram import EngramHash, add_engram
 from deepinfer.model.fast.few import FewBlock, FewRows, fits
@@ -95,6 +95,35 @@ class _Kept(threading.local):
 
     def __init__(self) -> None:
         self.rows: dict[int, FewRows] = {}
+
+
+class _Taps:
+    """What drafts are made from: the mean stream of some layers, side by side, [T, count * C]."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._all: Tensor | None = None
+        self.found = 0
+
+    def add(self, stream: Tensor) -> None:
+        """Take the stream [T, M, C] that the next of the layers begins with."""
+        num_rows, _, width = stream.shape
+        if self._all is None:
+            shape = num_rows, self._count * width
+            self._all = torch.empty(shape, dtype=stream.dtype, device=stream.device)
+        mean_into(stream, self._all[:, self.found * width : (self.found + 1) * width])
+        self.found += 1
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with some of the rows."""
+        if self._all is not None:
+            self._all = self._all[rows]
+
+    @property
+    def features(self) -> Tensor:
+        """All of them."""
+        assert self._all is not None and self.found == self._count
+        return self._all
 
 
 class FastModel:
@@ -206,7 +235,7 @@ class FastModel:
         opened = Open(stream, pre) if self._fused and step.trace is None else None
         rows = [] if self._hash is None else self._hash.rows(step)
         reads = self._read(rows)
-        taps: list[Tensor] = []
+        taps = _Taps(len(config.dspark_target_layer_ids))
         for layer, block in zip(config.layers, self.blocks, strict=True):
             enters = inputs.replay is not None and layer.layer_id == config.first_decoder_layer
             tapped = layer.layer_id in config.dspark_target_layer_ids
@@ -222,7 +251,7 @@ class FastModel:
                     return self._no_logits(stream)
                 step, stream, pre = entered
                 if inputs.replay.rows is not None:
-                    taps = [tap[inputs.replay.rows] for tap in taps]
+                    taps.keep(inputs.replay.rows)
                 if inputs.replay.places is not None:
                     logits_rows = inputs.replay.places[logits_rows]
             if layer.engram_idx is not None and block.engram is not None:
@@ -232,7 +261,7 @@ class FastModel:
                     few.put(stream)
                 step.note("engram_out", stream)
             if tapped and opened is None:
-                taps.append(self._tap(stream))
+                taps.add(stream)
             if few is not None:
                 few.run(step, layer, block, self._few_block(layer.layer_id))
                 stream = few.streams()
@@ -245,7 +274,7 @@ class FastModel:
                 active = config.num_experts_per_tok
                 opened, began = run_open(step, block, sites, opened, attend, active)
                 if tapped:
-                    taps.append(self._tap(began))
+                    taps.add(began)
                 continue
             stream, pre = run_block(step, block, stream, pre, attend, config.num_experts_per_tok)
         if few is not None:
@@ -254,12 +283,12 @@ class FastModel:
             opened = opened.close(ops)
             stream, pre = opened.stream, opened.pre
         if self.draft is not None:
-            self.draft.store(step, torch.cat(taps, dim=1))
+            self.draft.store(step, taps.features)
         if trace is not None and step.trace is not None:
             if rows:
                 step.note("engram_hash", torch.stack(rows, dim=1).int())
-            if taps:
-                step.note("main_hidden", torch.cat(taps, dim=1))
+            if taps.found:
+                step.note("main_hidden", taps.features)
             for name, values in step.trace.items():
                 trace[name] = values[0] if name in _PER_SEQUENCE else torch.stack(values)
         if not logits_rows.shape[0]:
@@ -273,11 +302,6 @@ class FastModel:
                 return self._no_logits(stream)
         hidden = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
         return ops.dense_linear(hidden, self.head, torch.float32)
-
-    def _tap(self, stream: Tensor) -> Tensor:
-        """Return what drafts are made from, of a stream [T, M, C]: its mean [T, C]."""
-        mean = sum_in_order(stream.float(), 1) / self.config.hc_mult
-        return mean.to(stream.dtype)
 
     def begin(self, most_rows: int) -> None:
         """Say how many rows the fullest rank has in what follows."""
