@@ -148,6 +148,7 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "rotate_tail": (
         _hopper("rope.sm90", "tails in place, rounding behind; not timed yet", chosen=False),
     ),
+    "round_trip": (_hopper("quantize.sm90", "ACT8 in CUDA; not timed yet", chosen=False),),
     "hyper_mix": (_hopper("hyper.sm90", "a site's kernel; not timed yet", chosen=False),),
     "hyper_site": (_hopper("hyper_site.sm90", "one launch, whole stretches of a token"),),
     "paged_index_score": (
