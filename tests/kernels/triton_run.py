@@ -320,6 +320,7 @@ def compile_all(archs: list[int]) -> list[str]:
     }  # fmt: skip
 
     def record(kernel, grid, *arguments, **constants) -> None:
+        warps = constants.pop("num_warps", 4)
         names = kernel.arg_names
         fixed = [name for name in names if name in constants]
         free = [name for name in names if name not in constants]
@@ -338,7 +339,8 @@ def compile_all(archs: list[int]) -> list[str]:
         source = triton.compiler.ASTSource(kernel, signature, constexprs=constants)
         for arch in archs:
             try:
-                made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+                target = GPUTarget("cuda", arch, 32)
+                made = triton.compile(source, target=target, options={"num_warps": warps})
                 assert made.asm["cubin"], "no binary"
             except Exception as error:
                 failures.append(f"{key} for sm_{arch}: {str(error)[-300:]}")

@@ -51,14 +51,14 @@ def _scores(
 
 @triton.jit
 def _choose(
-    sums, bias, chosen, weights, row, T, E, parts, scaling, eps,
-    K: tl.constexpr, BE: tl.constexpr,
+    sums, bias, chosen, weights, row, T, E, scaling, eps,
+    PARTS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Pick a row's experts from the parts of its scores."""
     expert = tl.arange(0, BE)
     held = expert < E
     logit = tl.zeros((BE,), tl.float32)
-    for part in range(parts):
+    for part in tl.static_range(PARTS):
         logit += tl.load(sums + (row + part * T) * E + expert, held, 0.0)
     small = tl.log(1.0 + tl.exp(tl.where(logit > 20.0, 0.0, logit)))
     # log1p near 0: log(1 + y) loses y's bits, y itself keeps them.
@@ -66,35 +66,33 @@ def _choose(
     small = tl.where(logit < -10.0, tiny - 0.5 * tiny * tiny, small)
     score = tl.sqrt_rn(tl.where(logit > 20.0, logit, small))
     biased = tl.where(held, score + tl.load(bias + expert, held, 0.0), float("-inf"))
+    choice = tl.arange(0, BK)
+    places = tl.zeros((BK,), tl.int32)
+    scores = tl.zeros((BK,), tl.float32)
     total = 0.0
-    for _ in tl.static_range(K):
-        best = tl.max(biased, 0)
-        place = tl.min(tl.where((biased == best) & held, expert, BE), 0)
-        total += tl.sum(tl.where(expert == place, score, 0.0), 0)
-        biased = tl.where(expert == place, float("-inf"), biased)
-        held = held & (expert != place)
-    held = expert < E
-    biased = tl.where(held, score + tl.load(bias + expert, held, 0.0), float("-inf"))
     for i in tl.static_range(K):
         best = tl.max(biased, 0)
         place = tl.min(tl.where((biased == best) & held, expert, BE), 0)
         mine = tl.sum(tl.where(expert == place, score, 0.0), 0)
-        tl.store(chosen + row * K + i, place.to(tl.int64))
-        tl.store(weights + row * K + i, tl.div_rn(mine, total + eps) * scaling)
+        total += mine
+        places = tl.where(choice == i, place, places)
+        scores = tl.where(choice == i, mine, scores)
         biased = tl.where(expert == place, float("-inf"), biased)
         held = held & (expert != place)
+    tl.store(chosen + row * K + choice, places.to(tl.int64), choice < K)
+    tl.store(weights + row * K + choice, tl.div_rn(scores, total + eps) * scaling, choice < K)
 
 
 @triton.jit
 def _pick(
-    sums, bias, chosen, weights, x, out, T, E, C, parts, scaling, eps, x_row,
-    K: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    sums, bias, chosen, weights, x, out, T, E, C, scaling, eps, x_row,
+    PARTS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Program (row, 0) picks experts, program (row, i) rounds BC values of x with ACT8."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if part == 0:
-        _choose(sums, bias, chosen, weights, row, T, E, parts, scaling, eps, K, BE)
+        _choose(sums, bias, chosen, weights, row, T, E, scaling, eps, PARTS, K, BK, BE)
     else:
         column = (part - 1) * BC + tl.arange(0, BC)
         held = column < C
@@ -138,10 +136,11 @@ def _route(
         x, stored, sums, num_rows, num_experts, width, x.stride(0), _PART,
         BF16=bf16, BT=rows, BN=_EXPERTS, BK=_INPUTS,
     )  # fmt: skip
-    block = min(1024, next_power(width, 32))
+    block = min(512, next_power(width, 32))
     launch(
         _pick, (num_rows, 1 if out is None else 1 + ceil_div(width, block)), sums, bias, chosen,
-        weights, x, x if out is None else out, num_rows, num_experts, width, parts,
-        float(scaling), EPS, x.stride(0), K=num_active, BE=next_power(num_experts), BC=block,
+        weights, x, x if out is None else out, num_rows, num_experts, width,
+        float(scaling), EPS, x.stride(0), PARTS=parts, K=num_active, BK=next_power(num_active),
+        BE=next_power(num_experts), BC=block, num_warps=1,
     )  # fmt: skip
     return chosen, weights
