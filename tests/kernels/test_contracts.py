@@ -49,6 +49,7 @@ WRONG: dict[str, list[tuple[int, Tensor, str]]] = {
         (2, torch.ones(4, 7), "post"),
         (4, torch.ones(5, 4), "pre"),
     ],
+    "hyper_site_rounded": [(1, torch.ones(4, 7), "y"), (4, torch.ones(5, 4), "pre")],
     "latent_entry": [(0, torch.ones(4, 7), "rows of 7"), (3, torch.ones(5, 2), "cos")],
     "compress": [(1, torch.ones(4, 7), "gate"), (0, torch.ones(3), "kv")],
     "index_score": [(1, torch.ones(4, 7), "weight"), (2, torch.ones(5, 7), "keys")],

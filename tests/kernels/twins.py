@@ -242,6 +242,11 @@ def hyper_site(
     return streams.double(), rms_norm(collapsed, weights.norm, norm_eps), *mix
 
 
+def hyper_site_rounded(*given: Any) -> tuple[Tensor, ...]:
+    site = hyper_site(*given)
+    return *site, round_trip(site[1].to(given[0].dtype), "act8")
+
+
 def compress(kv: Tensor, gate: Tensor, ratio: int) -> Tensor:
     weights = torch.softmax(gate.double().unflatten(0, (-1, ratio)), 1)
     return (weights * kv.double().unflatten(0, (-1, ratio))).sum(1)
@@ -410,8 +415,8 @@ TWINS: dict[str, Callable[..., Any]] = {
     for function in (
         rms_norm, cos_sin, rotate_tail, latent_entry, latent_store, round_trip, fp8_linear,
         dense_linear, grouped_linear, expert_linear, swiglu, routed_experts, route, route_rounded,
-        hyper_mix, hyper_collapse, hyper_expand, hyper_site, compress, index_score,
-        paged_index_score, select_topk, select_blocks, block_mask, sparse_attention,
+        hyper_mix, hyper_collapse, hyper_expand, hyper_site, hyper_site_rounded, compress,
+        index_score, paged_index_score, select_topk, select_blocks, block_mask, sparse_attention,
         paged_attention, cache_load, engram_hash, engram_lookup, engram_gate,
     )
 }  # fmt: skip

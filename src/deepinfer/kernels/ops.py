@@ -61,6 +61,7 @@ _PUBLIC: Final[Mapping[str, Callable[..., object]]] = {
     "hyper_collapse": hyper.hyper_collapse,
     "hyper_expand": hyper.hyper_expand,
     "hyper_site": hyper_site.hyper_site,
+    "hyper_site_rounded": hyper_site.hyper_site_rounded,
     "compress": compress.compress,
     "index_score": index_score.index_score,
     "paged_index_score": paged_index.paged_index_score,
@@ -104,6 +105,7 @@ class Ops:
     hyper_collapse: Op
     hyper_expand: Op
     hyper_site: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+    hyper_site_rounded: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
     compress: Op
     index_score: Op
     paged_index_score: Op

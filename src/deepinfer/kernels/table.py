@@ -72,6 +72,7 @@ _OWN: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "hyper_collapse": _portable("hyper", _NUMPY),
     "hyper_expand": _portable("hyper"),
     "hyper_site": _portable("hyper_site"),
+    "hyper_site_rounded": _portable("hyper_site"),
     "compress": _portable("compress"),
     "index_score": _portable("index_score", _NUMPY),
     "paged_index_score": _portable("paged_index"),
@@ -151,6 +152,7 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "round_trip": (_hopper("quantize.sm90", "ACT8 in CUDA; not timed yet", chosen=False),),
     "hyper_mix": (_hopper("hyper.sm90", "a site's kernel; not timed yet", chosen=False),),
     "hyper_site": (_hopper("hyper_site.sm90", "one launch, whole stretches of a token"),),
+    "hyper_site_rounded": (_hopper("hyper_site.sm90", "one launch, whole stretches of a token"),),
     "paged_index_score": (
         _hopper("paged_index.sm90", "FP4 keys decoded into registers, products in FP8"),
     ),

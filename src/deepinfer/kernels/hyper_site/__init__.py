@@ -11,7 +11,7 @@ from deepinfer.kernels.contract import check
 from deepinfer.kernels.hyper_site import reference
 from deepinfer.kernels.linear import DenseWeight
 
-__all__ = ["SiteWeights", "hyper_site"]
+__all__ = ["SiteWeights", "hyper_site", "hyper_site_rounded"]
 
 
 class SiteWeights(NamedTuple):
@@ -28,7 +28,11 @@ class SiteWeights(NamedTuple):
 
 
 Site = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+RoundedSite = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _Impl = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, SiteWeights, float, float, int], Site]
+_Rounded = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, SiteWeights, float, float, int], RoundedSite
+]
 
 
 def hyper_site(
@@ -54,8 +58,33 @@ def hyper_site(
     Equals `hyper_expand`, then `hyper_collapse` and `rms_norm`, and `hyper_mix`.
     Source: backbone specification, 2.3.
     """
+    _check("hyper_site", h, y, post, comb, pre, weights)
+    return impl(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
+
+
+def hyper_site_rounded(
+    h: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    weights: SiteWeights,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+    *,
+    impl: _Rounded = reference.hyper_site_rounded,
+) -> RoundedSite:
+    """Equal `hyper_site`, and `round_trip` of the normed input with ACT8: that comes sixth."""
+    _check("hyper_site_rounded", h, y, post, comb, pre, weights)
+    return impl(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
+
+
+def _check(
+    op: str, h: Tensor, y: Tensor, post: Tensor, comb: Tensor, pre: Tensor, weights: SiteWeights
+) -> None:
     check(
-        "hyper_site",
+        op,
         ("h", h, "T M C"),
         ("y", y, "T C"),
         ("post", post, "T M"),
@@ -65,4 +94,3 @@ def hyper_site(
         ("fn", weights.fn.stored, "W _"),
         ("base", weights.base, "W"),
     )
-    return impl(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)

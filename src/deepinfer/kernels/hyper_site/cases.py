@@ -20,6 +20,7 @@ def _case(
     dtype: torch.dtype,
     iters: int = 20,
     timed: tuple[int, ...] = (),
+    op: str = "hyper_site",
 ) -> Case:
     width = (2 + streams) * streams
 
@@ -39,7 +40,7 @@ def _case(
         return h, y, post, comb, pre, weights, 1e-20, 1e-6, iters
 
     return Case(
-        op="hyper_site",
+        op=op,
         name=name,
         build=build,
         rows=(0, 1, 2, 3, 4),
@@ -53,5 +54,6 @@ def _case(
 CASES: Final = (
     _case("four streams", 4, 64, torch.bfloat16),
     _case("two streams, strict", 2, 48, torch.float32, iters=5),
+    _case("two streams, rounded", 2, 64, torch.float32, op="hyper_site_rounded"),
     _case("real", 4, 5120, torch.bfloat16, timed=(32, 512, 4096)),
 )

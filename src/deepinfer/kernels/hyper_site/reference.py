@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from deepinfer.kernels.hyper import reference as hyper
+from deepinfer.kernels.quantize.reference import round_trip
 from deepinfer.kernels.rms_norm.reference import rms_norm
 
 if TYPE_CHECKING:
-    from deepinfer.kernels.hyper_site import Site, SiteWeights
+    from deepinfer.kernels.hyper_site import RoundedSite, Site, SiteWeights
 
 
 def hyper_site(
@@ -29,3 +30,19 @@ def hyper_site(
     x = rms_norm(hyper.hyper_collapse(streams, pre), weights.norm, norm_eps)
     mix = hyper.hyper_mix(streams, weights.fn, weights.scale, weights.base, norm_eps, hc_eps, iters)
     return streams, x, *mix
+
+
+def hyper_site_rounded(
+    h: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    weights: SiteWeights,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> RoundedSite:
+    """The site, and its input rounded."""
+    site = hyper_site(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
+    return *site, round_trip(site[1], "act8")

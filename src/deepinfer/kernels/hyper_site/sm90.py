@@ -16,12 +16,21 @@ from torch import Tensor
 
 from deepinfer.kernels import nvcc
 from deepinfer.kernels.hyper_site import triton
+from deepinfer.kernels.quantize.triton import round_trip
 
 if TYPE_CHECKING:
-    from deepinfer.kernels.hyper_site import Site, SiteWeights
+    from deepinfer.kernels.hyper_site import RoundedSite, Site, SiteWeights
     from deepinfer.kernels.linear import DenseWeight
 
-__all__ = ["accepts", "accepts_streams", "coefficients", "groups", "hyper_site", "prepared"]
+__all__ = [
+    "accepts",
+    "accepts_streams",
+    "coefficients",
+    "groups",
+    "hyper_site",
+    "hyper_site_rounded",
+    "prepared",
+]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 STREAMS, WIDTH, OUTPUTS = 4, 5120, 24
@@ -102,6 +111,22 @@ def hyper_site(
             num_groups or groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
         )  # fmt: skip
     return streams, x, new_pre, new_post, new_comb
+
+
+def hyper_site_rounded(
+    h: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    weights: SiteWeights,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> RoundedSite:
+    """As the reference."""
+    site = hyper_site(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
+    return *site, round_trip(site[1], "act8")
 
 
 def coefficients(
