@@ -140,14 +140,14 @@ inline void load_matrices(u32 at, u32* v) {
 template <class T>
 void keep_in_place(T&) {}
 inline void store4(u32 at, float v) { std::memcpy(host::at(at), &v, 4); }
-inline void store_transposed(u32 at, u32 first, u32 second) {
+inline void store_tiles(u32 at, const u32* tiles, int count) {
   static std::map<const host::Block*, std::vector<std::array<u32, 3>>> all;
   auto& rows = all[&host::block()];
   rows.resize(1024);
   const int self = host::thread(), warp = self / 32 * 32, lane = self % 32;
-  rows[self] = {at, first, second};
+  rows[self] = {at, tiles[0], tiles[count - 1]};
   host::warp_wait();
-  for (int tile = 0; tile < 2; ++tile)
+  for (int tile = 0; tile < count; ++tile)
     for (int i = 0; i < 2; ++i) {  // this lane holds row lane / 4, columns 2 (lane % 4) + i
       const int column = lane % 4 * 2 + i;
       const uint16_t v = uint16_t(rows[self][1 + tile] >> (16 * i));
@@ -155,6 +155,11 @@ inline void store_transposed(u32 at, u32 first, u32 second) {
     }
   host::warp_wait();
 }
+inline void store_transposed(u32 at, u32 first, u32 second) {
+  const u32 tiles[2] = {first, second};
+  store_tiles(at, tiles, 2);
+}
+inline void store_transposed(u32 at, u32 only) { store_tiles(at, &only, 1); }
 inline void load_remote(u32 at, int rank, float& first, float& second) {
   std::vector<unsigned char>& shared = (&host::first_of_cluster() + rank)->shared;
   const auto start = reinterpret_cast<uintptr_t>(shared.data());
@@ -290,11 +295,13 @@ int run_blocks(const Args& a, int blocks, int cluster) {
                       const void* weight, const void* row_scale, const void* offsets, void* out,  \
                       long long experts, long long outputs, long long inputs, long long x_row,    \
                       long long rows, long long part, long long out_row, long long least,         \
-                      long long most, long long blocks, long long cluster, void*) {               \
+                      long long most, const void* routed, double limit, long long quantize,       \
+                      long long blocks, long long cluster, void*) {                               \
     Args a = {(const unsigned char*)x, (const float*)token_scale, (const long long*)source,             \
               (const unsigned char*)weight, (const float*)row_scale, (const long long*)offsets,         \
               (unsigned short*)out, int(experts), int(outputs), int(inputs), int(x_row),          \
-              int(rows), int(part), int(out_row), int(least), int(most)};                         \
+              int(rows), int(part), int(out_row), int(least), int(most), (const float*)routed,    \
+              float(limit), int(quantize)};                                                       \
     return run_blocks<Kernel<__VA_ARGS__>>(a, int(blocks), int(cluster));                         \
   }
 #include "../../src/deepinfer/kernels/packed/schedules.cuh"

@@ -50,15 +50,17 @@ def experts(
     source: Tensor | None = None,
     programs: int = 3,
     most: int = 1 << 20,
+    routed: Tensor | None = None,
 ) -> Tensor:
     """Products of rows sorted by expert, into poisoned memory."""
     rows = sum(counts)
-    out = torch.full((rows, weight.outputs), torch.nan, dtype=torch.bfloat16)
+    width = weight.outputs // (2 if weight.paired else 1)
+    out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
     offsets = torch.tensor([0, *counts]).cumsum(0)
     call(
         library, name, x, scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        0, 0, weight.outputs, 0, most, programs, 1,
+        0, 0, out.stride(0), 0, most, routed, 10.0, 1, programs, 1,
     )  # fmt: skip
     return out
 
@@ -71,7 +73,7 @@ def dense(
     call(
         library, name, x, None, None, weight.data, weight.row_scale, None, out,
         groups, weight.outputs // groups, weight.inputs, x.stride(0) * 2, rows, x.stride(1) * 2,
-        weight.outputs, 0, 0, tiles * split if split > 1 else 2, split,
+        weight.outputs, 0, 0, None, 0.0, 0, tiles * split if split > 1 else 2, split,
     )  # fmt: skip
     return out
 

@@ -9,6 +9,7 @@
 // The order of every sum is fixed by K alone: a row's bits do not depend on its batch.
 #pragma once
 #include "decode.cuh"
+#include "gate.cuh"
 #ifdef __CUDACC__
 #include "mma.cuh"
 #include "ptx.cuh"
@@ -48,6 +49,10 @@ struct Args {
   int rows, x_part_bytes, out_row;
   // Expert products of fewer rows than `least`, or of `most` and more, are another launch's work.
   int least, most;
+  // GATED: the weights' rows are 8 of gates, the 8 of the same places of ups, and so on.
+  const float* routed;  // [R] weights of the rows, null: none
+  float limit;
+  int quantize;
 };
 
 // ---- the kernel ----------------------------------------------------------------------------------
@@ -57,7 +62,8 @@ struct Args {
 // unit, whose accumulator keeps fewer bits than fp32. DENSE: `rows` instead of offsets; the blocks of
 // a cluster share K and add up in the order of their ranks; PER_SM of them fit a multiprocessor.
 template <int FORMAT, int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, bool PROMOTE,
-          bool DENSE = false, int PER_SM = 1, int WAY = TOGETHER>
+          bool DENSE = false, int PER_SM = 1, int WAY = TOGETHER,
+          bool GATED = false>
 struct Kernel {
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
@@ -65,6 +71,7 @@ struct Kernel {
   static constexpr bool IS_DENSE = DENSE;
   static_assert(PARTS == 4 || PARTS == 2, "half or all of a packed run of 256 rows");
   static_assert(!DENSE || FORMAT != FP4_AS_FP8, "dense tokens have no scale");
+  static_assert(!DENSE || !GATED, "gates are of experts");
   static constexpr bool FP8 = FORMAT == FP4_AS_FP8;
   static_assert(WAY != FEW || !FP8, "single warps multiply bf16");
   static constexpr int ATOMS = FP8 ? BLOCKS / 2 : BLOCKS;  // 128-byte columns of tokens in a stage
@@ -545,8 +552,67 @@ struct Kernel {
     }
   }
 
+  // GATED: a thread's two rows are a gate and its up; half as many outputs, rounded with ACT8.
+  template <int N>
+  static __device__ void store_gated(const Args& a, const Place& p, Sums<N>& sums,
+                                     unsigned char* staging) {
+    const int group = threadIdx.x / 128 - 1, t = threadIdx.x & 127, warp = t >> 5, lane = t & 31;
+    const u32 base = address(staging) + group * (CHUNK * 128);
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) {
+      const int output = p.output + (group * TILES + m) * 64;
+      const float* scale = a.row_scale + size_t(p.expert) * a.outputs + output + warp * 16 + (lane >> 2);
+      const float upper = __ldg(scale), lower = __ldg(scale + 8);
+#pragma unroll
+      for (int start = 0; start < N; start += CHUNK) {
+        if (start && start >= p.rows) break;
+        constexpr int SIZE = N < CHUNK ? N : CHUNK;
+#pragma unroll
+        for (int j = 0; j < SIZE / 8; ++j) {
+          if (start + 8 * j >= N) break;
+          const float* v = sums.done[m] + start / 2 + 4 * j;
+          const int column = start + 8 * j + (lane & 3) * 2, end = p.rows - 1;
+          float s0 = 1.f, s1 = 1.f, w0 = 1.f, w1 = 1.f;
+          if constexpr (FP8) {
+            s0 = __ldg(a.token_scale + row_of(a, p.row + min(column, end)));
+            s1 = __ldg(a.token_scale + row_of(a, p.row + min(column + 1, end)));
+          }
+          if (a.routed) {
+            w0 = __ldg(a.routed + p.row + min(column, end));
+            w1 = __ldg(a.routed + p.row + min(column + 1, end));
+          }
+          const u32 gate = pack_bf16(v[0] * upper * s0, v[1] * upper * s1);
+          const u32 up = pack_bf16(v[2] * lower * s0, v[3] * lower * s1);
+          const float h0 = w0 * gated(low_half(gate), low_half(up), a.limit);
+          const float h1 = w1 * gated(high_half(gate), high_half(up), a.limit);
+          const int token = 8 * j + (lane & 7);
+          store_transposed(base + token * 64 + ((warp ^ (token >> 1 & 3)) << 4), pack_bf16(h0, h1));
+        }
+        named_barrier(group + 1, 128);
+        const int held = min(SIZE, p.rows - start) * 4;
+        for (int i = t; i < (held + 31 & ~31); i += 128) {
+          const int token = i >> 2, part = i & 3;
+          uint4 v = load16(base + token * 64 + ((part ^ (token >> 1 & 3)) << 4));
+          if (a.quantize) {
+            Eight values = unpack(v);
+            round_group(values);
+            v = pack(values);
+          }
+          if (i < held)
+            *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.out_row + output / 2 +
+                                      part * 8) = v;
+        }
+        named_barrier(group + 1, 128);
+      }
+    }
+  }
+
   template <int N>
   static __device__ void store(const Args& a, const Place& p, Sums<N>& sums, unsigned char* staging) {
+    if constexpr (GATED) {
+      store_gated(a, p, sums, staging);
+      return;
+    }
     const int group = threadIdx.x / 128 - 1, t = threadIdx.x & 127, warp = t >> 5, lane = t & 31;
     const u32 base = address(staging) + group * (CHUNK * 128);
 #pragma unroll

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import product
 
 from torch import Tensor
 
@@ -12,21 +13,22 @@ from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, pack_fp
 
 __all__ = ["kept_fp4", "kept_fp8", "repack_fp4"]
 
-_kept: dict[tuple[int, Decoded], Packed | None] = {}
+_kept: dict[tuple[int, Decoded, bool], Packed | None] = {}
 
 
-def kept_fp4(codes: Tensor, scale: Tensor, decoded: Decoded) -> Packed | None:
+def kept_fp4(codes: Tensor, scale: Tensor, decoded: Decoded, paired: bool = False) -> Packed | None:
     """Return the packed form of MXFP4 matrices [E, N, K/2], None where there is none.
 
     There is none for small sizes, and none as `decoded` where scales lie too far apart.
     """
     fits = accepts(codes.shape[1], 2 * codes.shape[2])
-    return _find(codes, decoded, fits, lambda: pack_fp4(codes, scale, decoded))
+    return _find(codes, decoded, paired, fits, lambda: pack_fp4(codes, scale, decoded, paired))
 
 
 def kept_fp8(codes: Tensor, scale: Tensor) -> Packed | None:
     """Return the packed form of an e4m3 matrix [N, K], None for sizes that have none."""
-    return _find(codes, Decoded.FP8_BF16, accepts(*codes.shape), lambda: pack_fp8(codes, scale))
+    fits = accepts(*codes.shape)
+    return _find(codes, Decoded.FP8_BF16, False, fits, lambda: pack_fp8(codes, scale))
 
 
 def repack_fp4(codes: Tensor, scale: Tensor, slot: int) -> None:
@@ -34,13 +36,13 @@ def repack_fp4(codes: Tensor, scale: Tensor, slot: int) -> None:
 
     A form that the new values do not allow is given up: products take another way from then on.
     """
-    for decoded in (Decoded.FP4_E4M3, Decoded.FP4_BF16):
-        key = (id(codes), decoded)
+    for decoded, paired in product((Decoded.FP4_E4M3, Decoded.FP4_BF16), (False, True)):
+        key = (id(codes), decoded, paired)
         packed = _kept.get(key)
         if packed is None:
             continue
         try:
-            part = pack_fp4(codes[slot : slot + 1], scale[slot : slot + 1], decoded)
+            part = pack_fp4(codes[slot : slot + 1], scale[slot : slot + 1], decoded, paired)
         except UnsupportedError:
             _kept[key] = None
             continue
@@ -48,8 +50,10 @@ def repack_fp4(codes: Tensor, scale: Tensor, slot: int) -> None:
         packed.row_scale[slot].copy_(part.row_scale[0])
 
 
-def _find(codes: Tensor, decoded: Decoded, fits: bool, make: Callable[[], Packed]) -> Packed | None:
-    key = (id(codes), decoded)
+def _find(
+    codes: Tensor, decoded: Decoded, paired: bool, fits: bool, make: Callable[[], Packed]
+) -> Packed | None:
+    key = (id(codes), decoded, paired)
     if key not in _kept:
         packed = None
         if fits:

@@ -150,6 +150,11 @@ __device__ inline void store_transposed(u32 at, u32 first, u32 second) {
                "r"(second)
                : "memory");
 }
+// One tile of them; lanes 0..7 give the addresses.
+__device__ inline void store_transposed(u32 at, u32 only) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at), "r"(only)
+               : "memory");
+}
 __device__ inline void load_remote(u32 at, int rank, float& first, float& second) {
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(at), "r"(rank));

@@ -62,6 +62,9 @@ def multiply(
     cluster: int = 1,
     least: int = 0,
     most: int = _ALL,
+    routed: Tensor | None = None,
+    limit: float = 0.0,
+    quantize: bool = False,
 ) -> Tensor:
     """Multiply rows sorted by expert by their expert's matrix; returns [R, N] bf16.
 
@@ -71,17 +74,20 @@ def multiply(
     source       [R] int64: row r of the result is of row source[r] of x
     name         the schedule, by default chosen by the number of rows
     cluster      programs that share tokens, of schedules that can, where outputs are 256 of each
+    routed, limit, quantize  of paired weights: their results are gated, as `gate_tokens` does
     least, most  do nothing where offsets[E] is below `least`, or `most` and more
     """
     rows = x.shape[0] if source is None else source.shape[0]
     if out is None:
-        out = torch.empty(rows, weight.outputs, dtype=torch.bfloat16, device=x.device)
+        width = weight.outputs // (2 if weight.paired else 1)
+        out = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
     name = name or schedule(weight.decoded, rows, weight.experts)
     nvcc.call(
         nvcc.load(SOURCE), name, x.device,
         x, token_scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        rows, 0, weight.outputs, least, most, _programs(x.device) // cluster * cluster, cluster,
+        rows, 0, out.stride(0), least, most, routed, limit, int(quantize),
+        _programs(x.device) // cluster * cluster, cluster,
     )  # fmt: skip
     return out
 
@@ -115,7 +121,7 @@ def dense(
         nvcc.load(SOURCE), chosen, x.device,
         x, None, None, weight.data, weight.row_scale, None, out,
         groups, weight.outputs // groups, weight.inputs, x.stride(0) * x.element_size(),
-        rows, x.stride(1) * x.element_size(), weight.outputs, 0, 0, blocks, split,
+        rows, x.stride(1) * x.element_size(), weight.outputs, 0, 0, None, 0.0, 0, blocks, split,
     )  # fmt: skip
     return out
 

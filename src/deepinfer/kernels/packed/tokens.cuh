@@ -2,48 +2,7 @@
 //
 // One block a row, eight values a thread, everything in registers between one read and one write.
 #pragma once
-#include "decode.cuh"
-#ifdef __CUDACC__
-#include "ptx.cuh"
-#endif
-
-constexpr int VALUES = 8;  // of a thread; four threads hold a group of 32
-
-struct Eight {
-  float v[VALUES];
-};
-
-__device__ inline Eight unpack(uint4 q) {
-  const u32 words[4] = {q.x, q.y, q.z, q.w};
-  Eight out;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    out.v[2 * i] = __uint_as_float(words[i] << 16);
-    out.v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-  }
-  return out;
-}
-
-__device__ inline uint4 pack(const Eight& x) {
-  return make_uint4(pack_bf16(x.v[0], x.v[1]), pack_bf16(x.v[2], x.v[3]), pack_bf16(x.v[4], x.v[5]),
-                    pack_bf16(x.v[6], x.v[7]));
-}
-
-__device__ inline float largest(const Eight& x) {
-  float most = 0.f;
-#pragma unroll
-  for (int i = 0; i < VALUES; ++i) most = fmaxf(most, fabsf(x.v[i]));
-  return most;
-}
-
-// ACT8's power of two of a group's largest bf16 magnitude: the least that is no less than a 448th.
-__device__ inline float scale_of(float most) {
-  const u32 bits = __float_as_uint(fmaxf(most, 1e-4f));
-  return __uint_as_float(((bits + 0x1FFFFFu) & 0xFF800000u) - (8u << 23));  // 448 = 1.75 * 2^8
-}
-__device__ inline float inverse_of(float power) {
-  return __uint_as_float((254u << 23) - __float_as_uint(power));
-}
+#include "gate.cuh"
 
 // The largest of a row, for all its threads.
 __device__ inline float row_largest(float most) {
@@ -112,14 +71,7 @@ __global__ void gate_kernel(const unsigned short* gate_up, const float* weight, 
   const Eight gate = unpack(g), up = unpack(u);
   Eight hidden;
 #pragma unroll
-  for (int i = 0; i < VALUES; ++i) {
-    float a = gate.v[i], b = up.v[i];
-    if (limit > 0.f) {
-      a = a > limit ? limit : a;
-      b = b > limit ? limit : b < -limit ? -limit : b;
-    }
-    hidden.v[i] = routed * (__fdividef(a, 1.f + __expf(-a)) * b);
-  }
+  for (int i = 0; i < VALUES; ++i) hidden.v[i] = routed * gated(gate.v[i], up.v[i], limit);
   const uint4 rounded = pack(hidden);
   hidden = unpack(rounded);
   const long long at = row * inputs + threadIdx.x * VALUES;
@@ -128,16 +80,7 @@ __global__ void gate_kernel(const unsigned short* gate_up, const float* weight, 
     if (threadIdx.x == 0) scale[row] = factor;
     store_codes(static_cast<unsigned char*>(out) + at, hidden, inverse_of(factor));
   } else if constexpr (QUANTIZE) {
-    float most = largest(hidden);
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-    const float factor = scale_of(most), inverse = inverse_of(factor);
-#pragma unroll
-    for (int i = 0; i < VALUES; i += 2) {
-      e4m3_values(e4m3_pair(hidden.v[i] * inverse, hidden.v[i + 1] * inverse), hidden.v[i],
-                  hidden.v[i + 1]);
-      hidden.v[i] *= factor, hidden.v[i + 1] *= factor;
-    }
+    round_group(hidden);
     *reinterpret_cast<uint4*>(static_cast<unsigned short*>(out) + at) = pack(hidden);
   } else {
     *reinterpret_cast<uint4*>(static_cast<unsigned short*>(out) + at) = rounded;
