@@ -89,7 +89,7 @@ from deepinfer.model.fast.context import ContextShare
 from deepinfer.model.fast.model import FastModel, resolve_numerics
 from deepinfer.parallel.experts import ExpertRanks, RowShape, make_exchange
 from deepinfer.parallel.live import LiveBalancer
-from deepinfer.parallel.tables import HostRows, MakeTable, ShardedRows
+from deepinfer.parallel.tables import HostRows, MakeTable, ShardedRows, mapped_rows
 from deepinfer.sampling.noise import derive_seed
 from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.fingerprint import weights_digest
@@ -296,6 +296,8 @@ class LLM:
             tables = [t for name, t in checkpoint.tensors.items() if ".engram.embed." in name]
             most = _TABLE_SHARE * self.device.available_bytes()
             where = "host" if sum(t.nbytes for t in tables) > most else "device"
+        if where == "mapped" and device.type == "cuda":
+            return mapped_rows(device)
         return HostRows if where == "host" else None
 
     def _largest(self, value: float) -> float:

@@ -333,10 +333,11 @@ class ParallelConfig(_Group):
     )
     expert: int = field(default=1, metadata=_about("ranks that share the experts", 1))
     engram: int = field(default=1, metadata=_about("ranks that share the Engram tables", 1))
-    engram_rows: Literal["auto", "device", "host", "shards"] = field(
+    engram_rows: Literal["auto", "device", "host", "mapped", "shards"] = field(
         default="auto",
         metadata=_about(
-            "Engram tables on the device, in mapped host memory, or cut into the shards of `engram`"
+            "Engram tables on the device; in mapped host memory, read by a thread (host) or by the "
+            "GPU (mapped); or cut into the shards of `engram`"
         ),
     )
     copies: int = field(

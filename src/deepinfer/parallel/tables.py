@@ -8,9 +8,11 @@ Source: parallelism specification, 5.
 
 from __future__ import annotations
 
+import logging
+import mmap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +21,9 @@ from deepinfer.config.mesh import split_evenly
 from deepinfer.kernels.quantize import decode_e4m3, decode_ue8m0, repeat_groups
 from deepinfer.parallel.comm import Group, Waitable
 
-__all__ = ["HostRows", "MakeTable", "Read", "RowTable", "ShardedRows"]
+__all__ = ["HostRows", "MakeTable", "MappedRows", "Read", "RowTable", "ShardedRows", "mapped_rows"]
+
+_log = logging.getLogger(__name__)
 
 
 class Read(Protocol):
@@ -31,7 +35,15 @@ class Read(Protocol):
 
 
 class RowTable(Protocol):
-    """A table of one layer."""
+    """A table of one layer.
+
+    flows  whether the host waits for nothing
+    """
+
+    @property
+    def flows(self) -> bool:
+        """See above."""
+        ...
 
     def start(self, rows: Tensor) -> Read:
         """Start reading rows [T, columns] int64; T may be 0. All that share a table call it."""
@@ -63,6 +75,7 @@ class HostRows:
     while the layers before run.
     """
 
+    flows = False
     _pool: Final = ThreadPoolExecutor(1, "deepinfer-engram")
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
@@ -77,6 +90,99 @@ class HostRows:
             return torch.cat([codes, scale], dim=1)
 
         return _HostRead(self._pool.submit(read), self._codes.shape[1], rows)
+
+
+class _MappedRead:
+    def __init__(self, owner: MappedRows, rows: Tensor) -> None:
+        self._owner, self._rows = owner, rows
+
+    def wait(self, dtype: torch.dtype) -> Tensor:
+        return self._owner.look_up(self._rows, dtype)
+
+
+class MappedRows:
+    """All rows stay in the mapped file, and a kernel of the GPU reads them there: no copy, no
+    thread, and nothing that the host waits for, so that a step can be recorded.
+
+    The file's pages are locked in memory, once for all processes of a host that map them.
+    look_up  (codes, scale, rows, dtype) -> values, a kernel that may read host memory
+    pages    keeps the tables within the GPU's reach as long as it lives
+    """
+
+    flows = True
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        look_up: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor],
+        pages: object,
+    ) -> None:
+        self._codes, self._scale, self._look_up, self._pages = codes, scale, look_up, pages
+
+    def start(self, rows: Tensor) -> _MappedRead:
+        """Note the rows; they are read where they are needed."""
+        return _MappedRead(self, rows)
+
+    def look_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values [T, columns * D] of rows [T, columns]."""
+        return self._look_up(self._codes, self._scale, rows, dtype)
+
+
+class _Pages:
+    """Pages of host memory that GPUs reach; a page is registered once however many share it."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self._held: list[tuple[int, int]] = []
+
+    def add(self, tensor: Tensor) -> bool:
+        """Let GPUs read the pages of a tensor; whether they can."""
+        begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+        end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+        for first, last in sorted(self._held):  # what is left are gaps between those
+            if first <= begin < last:
+                begin = last
+            elif begin < first < end:
+                if not self._register(begin, first):
+                    return False
+                begin = last
+        return begin >= end or self._register(begin, end)
+
+    def _register(self, begin: int, end: int) -> bool:
+        for flags in (_PORTABLE | _READ_ONLY, _PORTABLE):
+            if int(self._runtime.cudaHostRegister(begin, end - begin, flags)) == 0:
+                self._held.append((begin, end))
+                return True
+        return False
+
+    def __del__(self) -> None:
+        """Let the pages go."""
+        for begin, _ in self._held:
+            self._runtime.cudaHostUnregister(begin)
+
+
+_PORTABLE: Final = 1
+_READ_ONLY: Final = 8
+
+
+def mapped_rows(device: torch.device) -> MakeTable:
+    """Return what makes tables that the GPU reads in the mapped file, or that a thread reads where
+    it cannot.
+    """
+    from deepinfer.kernels.engram.triton import engram_lookup
+
+    pages = _Pages(torch.cuda.cudart())  # type: ignore[no-untyped-call]
+
+    def make(codes: Tensor, scale: Tensor) -> RowTable:
+        with torch.cuda.device(device):
+            if pages.add(codes) and pages.add(scale):
+                return MappedRows(codes, scale, engram_lookup, pages)
+        _log.warning("the GPU cannot reach the mapped Engram tables: a thread reads their rows")
+        return HostRows(codes, scale)
+
+    return make
 
 
 class _ShardRead:
@@ -97,6 +203,8 @@ class ShardedRows:
 
     A row that a step needs several times travels once.
     """
+
+    flows = False
 
     def __init__(self, codes: Tensor, scale: Tensor, group: Group, device: torch.device) -> None:
         self._group, self._device = group, device

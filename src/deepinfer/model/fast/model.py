@@ -311,9 +311,8 @@ class FastModel:
     @property
     def flows(self) -> bool:
         """Whether a step that ranks take together never waits on the host."""
-        if any(
-            block.engram is not None and block.engram.table is not None for block in self.blocks
-        ):
+        tables = [block.engram.table for block in self.blocks if block.engram is not None]
+        if any(table is not None and not table.flows for table in tables):
             return False
         return self.ranks is None or self.ranks.exchange.flows
 
