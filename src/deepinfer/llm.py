@@ -345,6 +345,7 @@ class LLM:
             with_drafts=config.speculation.num_drafts > 0,
             ranks=self._expert_ranks(),
             tables=self._tables(checkpoint),
+            lean=device.type != "cpu" and not config.keeps_stored,
         )
         if device.type != "cpu":
             tokens, rollback = config.cache.tokens_per_block, max_rollback(config)

@@ -180,6 +180,7 @@ class ModelBench:
             seed,
             numerics=numerics or _FASTEST,
             with_drafts=self.with_drafts,
+            lean=device.type != "cpu" and not use,  # others may want another packed form
         )
         self.weight_bytes = _allocated(device) - before
         self.model.ops = ops = with_implementations(self.model.ops, use, device)

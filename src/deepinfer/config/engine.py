@@ -389,6 +389,10 @@ class WeightsConfig(_Group):
         default=134217728,
         metadata=_about("most bytes of fp32 copies that a CPU keeps for speed", 0),
     )
+    keep_stored: bool = field(
+        default=False,
+        metadata=_about("keep stored weights in a card's memory beside their packed form"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -471,6 +475,11 @@ class EngineConfig:
     def mesh(self) -> Mesh:
         """The ranks of this engine."""
         return _mesh(self.parallel)
+
+    @property
+    def keeps_stored(self) -> bool:
+        """Whether stored weights stay beside a card's packed ones: experts that move need them."""
+        return self.weights.keep_stored or bool(self.parallel.balance_interval)
 
     @classmethod
     def from_dotted(cls, values: Mapping[str, object]) -> EngineConfig:

@@ -26,6 +26,7 @@ from deepinfer.model.fast.attention import (
 )
 from deepinfer.model.fast.block import Open, run_block, run_open, sites_of
 from deepinfer.model.fast.moe import serve_experts
+from deepinfer.model.fast.packing import pack_block, pack_linear
 from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import AttentionWeights, BlockWeights, Loader
 
@@ -46,7 +47,9 @@ class DraftModel:
         numerics: Numerics,
         embed: Tensor,
         head: DenseWeight,
+        lean: bool = False,
     ) -> None:
+        """Build the blocks; lean as of `FastModel`."""
         self.config = config
         self.ops = ops
         self.numerics = numerics
@@ -55,10 +58,14 @@ class DraftModel:
         last = f"mtp.{config.num_nextn_predict_layers - 1}"
         self.main_proj = loader.fp8("mtp.0.main_proj")
         self.main_norm = loader.norm("mtp.0.main_norm.weight")
-        self.blocks: tuple[BlockWeights, ...] = tuple(
-            loader.block(f"mtp.{i}", config.dspark_n_routed_experts, None)
-            for i in range(config.num_nextn_predict_layers)
-        )
+        blocks: list[BlockWeights] = []
+        if lean:
+            pack_linear(ops, numerics, self.main_proj)
+        for i in range(config.num_nextn_predict_layers):
+            blocks.append(loader.block(f"mtp.{i}", config.dspark_n_routed_experts, None))
+            if lean:
+                pack_block(ops, numerics, blocks[-1], config.o_groups)
+        self.blocks: tuple[BlockWeights, ...] = tuple(blocks)
         self.norm = loader.norm(f"{last}.norm.weight")
         self.markov_embed = loader.mapped(f"{last}.markov_head.embed.weight")
         self.markov_head = loader.dense(f"{last}.markov_head.head.weight")

@@ -11,7 +11,10 @@ from torch import Tensor
 from deepinfer.errors import UnsupportedError
 from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, pack_fp8
 
-__all__ = ["kept_fp4", "kept_fp8", "repack_fp4"]
+__all__ = ["kept_fp4", "kept_fp8", "release", "repack_fp4"]
+
+Stored = tuple[Tensor, Tensor]
+"""Codes and scales of a weight."""
 
 _kept: dict[tuple[int, Decoded, bool], Packed | None] = {}
 
@@ -36,6 +39,7 @@ def repack_fp4(codes: Tensor, scale: Tensor, slot: int) -> None:
 
     A form that the new values do not allow is given up: products take another way from then on.
     """
+    assert not _is_released(codes), "experts that move are kept in their stored form, too"
     for decoded, paired in product((Decoded.FP4_E4M3, Decoded.FP4_BF16), (False, True)):
         key = (id(codes), decoded, paired)
         packed = _kept.get(key)
@@ -50,11 +54,40 @@ def repack_fp4(codes: Tensor, scale: Tensor, slot: int) -> None:
         packed.row_scale[slot].copy_(part.row_scale[0])
 
 
+def release(*weights: Stored) -> int:
+    """Free the stored bytes of weights if each has a packed form; return how many.
+
+    The tensors stay, for their shapes and as names of the packed forms. Products that find no form
+    of the kind they want raise UnsupportedError from then on. Not for weights whose values change.
+    """
+    packed = {key[0] for key, form in _kept.items() if form is not None}
+    if not all(id(codes) in packed for codes, _ in weights):
+        return 0
+    freed = 0
+    for part in (part for weight in weights for part in weight):
+        storage = part.untyped_storage()
+        if storage.resizable():  # not where it is a file's
+            freed += storage.nbytes()
+            storage.resize_(0)
+    return freed
+
+
+def _is_released(codes: Tensor) -> bool:
+    return (
+        codes.numel() > 0 and codes.device.type != "meta" and not codes.untyped_storage().nbytes()
+    )
+
+
 def _find(
     codes: Tensor, decoded: Decoded, paired: bool, fits: bool, make: Callable[[], Packed]
 ) -> Packed | None:
     key = (id(codes), decoded, paired)
     if key not in _kept:
+        if _is_released(codes):
+            raise UnsupportedError(
+                f"a weight {tuple(codes.shape)} is wanted as {decoded.name}, but only another "
+                "packed form of it is held: set weights.keep_stored"
+            )
         packed = None
         if fits:
             try:

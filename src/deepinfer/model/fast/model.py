@@ -32,6 +32,7 @@ from deepinfer.model.fast.engram import EngramHash, add_engram
 from deepinfer.model.fast.few import FewBlock, FewRows, fits
 from deepinfer.model.fast.inputs import ModelInputs, Replay
 from deepinfer.model.fast.moe import serve_experts
+from deepinfer.model.fast.packing import pack_block
 from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import BlockWeights, Loader
 from deepinfer.parallel.experts import ExpertRanks
@@ -140,8 +141,12 @@ class FastModel:
         numerics: Numerics,
         token_map: NDArray[np.integer] | None,
         with_drafts: bool = False,
+        lean: bool = False,
     ) -> None:
-        """Build every block; raises TokenizerError when Engram layers lack the token map."""
+        """Build every block; raises TokenizerError when Engram layers lack the token map.
+
+        lean  pack each block for the device's kernels as it is loaded, and free its stored bytes
+        """
         self.config = config
         self.ops = ops
         self.numerics = numerics
@@ -159,17 +164,20 @@ class FastModel:
         self.embed = loader.mapped("embed.weight")
         self.head = loader.dense("head.weight")
         self.norm = loader.norm("norm.weight")
-        self.blocks: tuple[BlockWeights, ...] = tuple(
-            loader.block(f"layers.{layer.layer_id}", config.n_routed_experts, layer)
-            for layer in config.layers
-        )
+        blocks: list[BlockWeights] = []
+        for layer in config.layers:
+            name = f"layers.{layer.layer_id}"
+            blocks.append(loader.block(name, config.n_routed_experts, layer))
+            if lean:
+                pack_block(ops, numerics, blocks[-1], config.o_groups)
+        self.blocks: tuple[BlockWeights, ...] = tuple(blocks)
         self._fused = ops.choices["hyper_site"].name != "reference"
         self._sites = [sites_of(block, numerics.dtype) for block in self.blocks if self._fused]
         self._few_blocks: dict[int, FewBlock] = {}
         self._kept = _Kept()
         self.draft: DraftModel | None = None
         if with_drafts and config.num_nextn_predict_layers:
-            self.draft = DraftModel(config, loader, ops, numerics, self.embed, self.head)
+            self.draft = DraftModel(config, loader, ops, numerics, self.embed, self.head, lean)
         self._inv_freq = {
             False: window_inv_freq(config).to(self.device),
             True: compressed_inv_freq(config).to(self.device),
@@ -189,6 +197,7 @@ class FastModel:
         checked: bool = False,
         ranks: ExpertRanks | None = None,
         tables: MakeTable | None = None,
+        lean: bool = False,
     ) -> FastModel:
         """Load a checkpoint that has been checked.
 
@@ -197,6 +206,7 @@ class FastModel:
         checked            check the shapes of every op's arguments
         ranks              hold a share of the experts; None holds all
         tables             makes what reads Engram rows; None puts them on the device
+        lean               as of the constructor
         """
         device = torch.device(device)
         capability = pick_device(str(device)).capability
@@ -210,7 +220,7 @@ class FastModel:
         source = TensorSource(checkpoint)
         loader = Loader(source, checkpoint.config, device, dequantized_bytes, ranks, tables)
         resolved = resolve_numerics(numerics, device)
-        return cls(checkpoint.config, loader, ops, resolved, token_map, with_drafts)
+        return cls(checkpoint.config, loader, ops, resolved, token_map, with_drafts, lean)
 
     @np.errstate(all="ignore")  # what is not finite is found in the logits
     def forward(

@@ -228,6 +228,7 @@ def random_model(
     numerics: NumericsConfig | None = None,
     with_drafts: bool = False,
     only_reference: bool = False,
+    lean: bool = False,
 ) -> FastModel:
     """Return a model of random weights; arguments as of `random_weights` and `FastModel.load`.
 
@@ -245,4 +246,4 @@ def random_model(
         rng = np.random.default_rng(seed)
         token_map = rng.integers(0, config.engram_compressed_vocab_size, config.vocab_size)
     resolved = resolve_numerics(numerics, loader.device)
-    return FastModel(config, loader, ops, resolved, token_map, with_drafts)
+    return FastModel(config, loader, ops, resolved, token_map, with_drafts, lean)
