@@ -128,7 +128,7 @@ class DraftModel:
         opened = Open(stream, pre)
         for i, block in enumerate(self.blocks):
             cache = caches.windows[config.num_hidden_layers + i]
-            attend: Callable[[Tensor], Tensor]
+            attend: _AttendPages | _Attend
             if pages is not None:
                 attend = _AttendPages(step, block.attention, cache, *pages)
             else:
@@ -228,11 +228,11 @@ class _AttendPages:
         self._step, self._weights = step, weights
         self._cache, self._own, self._seen = cache, own, seen
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rounded: Tensor | None = None) -> Tensor:
         """Attend x [S*B, C]."""
         step, weights = self._step, self._weights
         rotation = step.rotation[False]
-        _, q, _ = project(step, weights, x, rotation, (self._cache, self._own))
+        _, q, _ = project(step, weights, x, rotation, (self._cache, self._own), rounded=rounded)
         out = step.ops.paged_attention(
             q,
             self._cache,
@@ -257,11 +257,11 @@ class _Attend:
         self._context = context
         self._index = index
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rounded: Tensor | None = None) -> Tensor:
         """Attend x [S*B, C]."""
         step, weights = self._step, self._weights
         rotation = step.rotation[False]
-        _, q, kv = project(step, weights, x, rotation)
+        _, q, kv = project(step, weights, x, rotation, rounded=rounded)
         assert kv is not None
         own = step.act_quantized(kv, "act8").float()
         out = step.ops.sparse_attention(

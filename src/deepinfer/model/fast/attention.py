@@ -37,15 +37,18 @@ def project(
     rotation: Rotation,
     into: Target | None = None,
     begin: Callable[[Tensor], None] | None = None,
+    rounded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the query latent [T, rank], queries [T, H, D] and window entries [T, D] of x [T, C].
 
     Queries and entries are rotated, entries not yet quantized; the latent is where ops fuse.
-    into   store the entries here instead of returning them
-    begin  called with the entries before the queries are made
+    into     store the entries here instead of returning them
+    begin    called with the entries before the queries are made
+    rounded  x rounded with ACT8, where that is done already
     """
     ops, config, quantize = step.ops, step.config, step.numerics.quantize
-    both = ops.fp8_linear(x, weights.wq_a_wkv, quantize)
+    given = (x, quantize) if rounded is None else (rounded, False)
+    both = ops.fp8_linear(given[0], weights.wq_a_wkv, given[1])
     norms = weights.q_norm, weights.kv_norm
     kv: Tensor | None = None
     if step.fuses and into is not None:
@@ -106,9 +109,12 @@ def project_output(
     return ops.fp8_linear(latent, weights.wo_b, step.numerics.quantize)
 
 
-def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) -> Tensor:
+def attention(
+    step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor, rounded: Tensor | None = None
+) -> Tensor:
     """Attend x [T, C] to its window and its selected entries; returns [T, C].
 
+    rounded  x rounded with ACT8, where that is done already
     Prefill reads the ring before the step's rows enter it; decode stores first and then reads.
     """
     ops, config, weights = step.ops, step.config, block.attention
@@ -120,7 +126,7 @@ def attention(step: Step, layer: LayerConfig, block: BlockWeights, x: Tensor) ->
         into = window, step.inputs.window_store
     context = step.inputs.context  # ranks that share the step: entries travel behind the queries
     begin = None if context is None else context.window.begin
-    latent, q, kv = project(step, weights, x, rotation, into, begin)
+    latent, q, kv = project(step, weights, x, rotation, into, begin, rounded)
     if kv is not None and paged and step.inputs.decode:
         store_window(step, window, kv)
     elif kv is not None and paged:

@@ -90,7 +90,7 @@ def run_open(
     block: BlockWeights,
     sites: Sites,
     before: Open,
-    attend: Callable[[Tensor], Tensor],
+    attend: Callable[[Tensor, Tensor | None], Tensor],
     num_active: int,
 ) -> tuple[Open, Tensor]:
     """As `run_block`, with one op where a sublayer ends and the next begins.
@@ -98,34 +98,35 @@ def run_open(
     What the block's experts return stays open, for the next block or `Open.close`; beside it comes
     the stream that the block began with. Nothing is traced.
     """
-    x, attn = begin(step, sites.attn, before)
-    out = attend(x)
-    x, ffn = begin(step, sites.ffn, Open(attn.stream, attn.pre, out, attn.post, attn.comb))
+    x, rounded, attn = begin(step, sites.attn, before, step.numerics.quantize)
+    out = attend(x, rounded)
+    x, _, ffn = begin(step, sites.ffn, Open(attn.stream, attn.pre, out, attn.post, attn.comb))
     out = moe(step, block.moe, x, num_active)
     return Open(ffn.stream, ffn.pre, out, ffn.post, ffn.comb), attn.stream
 
 
-def begin(step: Pass, weights: SiteWeights, before: Open) -> tuple[Tensor, Open]:
-    """Begin a sublayer; return its normed input and, without its output yet, what it leaves."""
+def begin(
+    step: Pass, weights: SiteWeights, before: Open, quantize: bool = False
+) -> tuple[Tensor, Tensor | None, Open]:
+    """Begin a sublayer; return its normed input and, without its output yet, what it leaves.
+
+    quantize  return the input rounded with ACT8, too, where one op does all of it
+    """
     ops, config = step.ops, step.config
     if before.out is None:
         hyper = HyperWeights(weights.fn, weights.base, weights.scale)
         pre, post, comb = _mix(step, hyper, before.stream)
         x = ops.hyper_collapse(before.stream, before.pre)
         x = ops.rms_norm(x, weights.norm, config.rms_norm_eps)
-        return x, Open(before.stream, pre, None, post, comb)
-    stream, x, pre, post, comb = ops.hyper_site(
-        before.stream,
-        before.out,
-        before.post,
-        before.comb,
-        before.pre,
-        weights,
-        config.rms_norm_eps,
-        config.hc_eps,
-        config.hc_sinkhorn_iters,
-    )
-    return x, Open(stream, pre, None, post, comb)
+        return x, None, Open(before.stream, pre, None, post, comb)
+    given = before.stream, before.out, before.post, before.comb, before.pre, weights
+    numbers = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+    rounded: Tensor | None = None
+    if quantize:
+        stream, x, pre, post, comb, rounded = ops.hyper_site_rounded(*given, *numbers)
+    else:
+        stream, x, pre, post, comb = ops.hyper_site(*given, *numbers)
+    return x, rounded, Open(stream, pre, None, post, comb)
 
 
 def _mix(step: Pass, weights: HyperWeights, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
