@@ -183,6 +183,24 @@ def test_dense_products(
     assert error < 2.5e-3  # bf16's own is 1.7e-3
 
 
+def test_dense_schedules_add_in_one_order(library: ctypes.CDLL, seed: int) -> None:
+    """Where K is shared alike a row has the same bits in any tile, and alone."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs, inputs, split = 256, 768, 3
+    codes = torch.randint(0, 120, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(100, 104, (8, 24), generator=generator, dtype=torch.uint8)
+    weight = pack_fp8(codes.view(torch.float8_e4m3fn), scale)
+    x = torch.randn(34, 1, inputs, generator=generator).bfloat16()
+    found = [
+        dense(library, "dense_32", x, weight, 4, split),
+        dense(library, "dense_96", x, weight, 1, split),
+        dense(library, "dense_128", x, weight, 1, split),
+    ]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    alone = dense(library, "dense_32", x[33:], weight, 2, split)
+    assert torch.equal(found[0][33:], alone)
+
+
 def test_tokens_are_folded_and_gated(library: ctypes.CDLL, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(3, 768, generator=generator).bfloat16()

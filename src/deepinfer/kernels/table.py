@@ -112,14 +112,20 @@ _COPIED: Final = _hopper(
     invariant=False,
     chosen=False,
 )
+_FIXED: Final = _hopper(
+    "linear.sm90_fixed",
+    "packed weights, their K shared as the weight says; not run on a card yet",
+    name="cuda fixed",
+    chosen=False,
+)
 _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "dense_linear": (
         Implementation(
             "cublas", "linear.cublas", ("sm90",), False, "the head through cuBLAS", needs="triton"
         ),
     ),
-    "fp8_linear": (_hopper("linear.sm90", _PACKED, invariant=False), _COPIED),
-    "grouped_linear": (_hopper("linear.sm90", _PACKED, invariant=False), _COPIED),
+    "fp8_linear": (_hopper("linear.sm90", _PACKED, invariant=False), _FIXED, _COPIED),
+    "grouped_linear": (_hopper("linear.sm90", _PACKED, invariant=False), _FIXED, _COPIED),
     "expert_linear": (
         _hopper("expert_linear.sm90", "weights packed as tensor instructions read them, exact"),
         _hopper(

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepinfer.kernels import nvcc
 from deepinfer.kernels.packed import Decoded, Packed
 
-__all__ = ["SOURCE", "dense", "multiply", "schedule"]
+__all__ = ["SOURCE", "dense", "fixed_split", "multiply", "schedule"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 
@@ -124,6 +124,15 @@ def dense(
         rows, x.stride(1) * x.element_size(), weight.outputs, 0, 0, None, 0.0, 0, blocks, split,
     )  # fmt: skip
     return out
+
+
+def fixed_split(weight: Packed, device: torch.device) -> int:
+    """Return how many programs share a tile's K whatever the number of rows: the best for few.
+
+    Schedules add in the same order where the split is the same, so rows have the same bits then.
+    """
+    _, _, height, _ = _DENSE["dense_32"]
+    return _split(weight.outputs // height, weight.inputs // 64, _held("dense_32", device))
 
 
 @cache
