@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,11 +77,14 @@ class Gang:
         return 1e-9 * self.largest(int(1e9 * (time.perf_counter() - begin) / count))
 
     def recorded(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Capture calls as one CUDA graph; the caller has run them before."""
+        """Capture calls as one CUDA graph; the caller has run them before.
+
+        What the calls hold lives as long as what is returned: a graph knows addresses only.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             work()
-        return graph.replay
+        return partial(_replay, graph, work)
 
     def kernels_us(self, work: Callable[[], object], count: int = 5) -> dict[str, float]:
         """Return the time of each kernel in one call on this rank, longest first."""
@@ -95,6 +99,10 @@ class Gang:
         times = {e.key: e.self_device_time_total / count for e in found.key_averages()}
         ordered = sorted(times.items(), key=lambda item: -item[1])
         return {name[:60]: round(us, 1) for name, us in ordered if us > 0}
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: object) -> None:
+    graph.replay()
 
 
 def wait(device: torch.device) -> None:

@@ -47,8 +47,8 @@ __all__ = [
 HEAD_ALIGN = 16  # bytes: rows, headers and values begin at multiples, so that 16 go at once
 _TILE = 1024
 _PUSH_WARPS = 2  # a thread then has two words of eight codes
-_BACK_TILE = 512  # words of eight bytes
-_BACK_WARPS = 4
+_BACK_TILE = 2048  # words of eight bytes
+_BACK_WARPS = 8
 
 
 @triton.jit
