@@ -11,7 +11,7 @@ import torch
 
 from deepinfer.bench import kernels, kernelworker, points, timing
 from deepinfer.bench.ceilings import Ceilings
-from deepinfer.bench.kernelreport import GOALS, kernel_table, reached, sums
+from deepinfer.bench.kernelreport import GOAL_POINTS, GOALS, kernel_table, reached, sums
 from deepinfer.bench.kernels import KernelRecord, measure_kernels, read_record
 from deepinfer.bench.peers import list_peers
 from deepinfer.bench.points import clone_set, list_members, stored_bytes
@@ -63,6 +63,9 @@ def test_a_pattern_chooses_by_op_task_and_case() -> None:
         "reference"
     }
     assert list_members("small", "cpu", "no such op") == []
+    marked = list_members("real", "sm90", points=GOAL_POINTS)
+    assert {(m.task, m.rows) for m in marked} <= GOAL_POINTS
+    assert ("top-512", 768) in GOAL_POINTS and ("top-512", 32) not in GOAL_POINTS
 
 
 def test_a_worker_times_and_compares() -> None:

@@ -12,7 +12,7 @@ from deepinfer.bench.kernels import KernelRecord
 from deepinfer.kernels.libraries import LIBRARIES
 from deepinfer.kernels.table import TABLE
 
-__all__ = ["GOALS", "Goal", "kernel_table", "reached", "sums"]
+__all__ = ["GOALS", "GOAL_POINTS", "Goal", "kernel_table", "reached", "sums"]
 
 _ADAPTERS: Final = {
     line.name for lines in TABLE.values() for line in lines if line.needs in LIBRARIES
@@ -62,6 +62,12 @@ def _goals() -> Iterable[Goal]:
 
 
 GOALS: Final = tuple(_goals())
+GOAL_POINTS: Final = frozenset(
+    (task, goal.rows)
+    for goal in GOALS
+    for task in (*goal.tasks, *(("experts both",) if "experts" in goal.name else ()))
+)
+"""(task, rows) that a goal speaks of."""
 _SITE: Final = ("hyper_mix", "hyper_collapse", "hyper_expand")
 """Ops that a site takes where no fused one does it."""
 _FP8: Final = re.compile(r"fp8|w4a8|e4m3", re.IGNORECASE)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import groupby
@@ -91,15 +91,17 @@ def measure_kernels(
     seconds: float = 600.0,
     workers: int = 1,
     tell: Callable[[str], None] = lambda text: None,
+    points: Collection[tuple[str, int]] | None = None,
 ) -> list[KernelRecord]:
     """Compile and compare every member in `workers` processes, then time them in one.
 
     seconds  when to stop; what was not reached is recorded as left out
+    points   (task, rows) to time, None = all
     """
     end = time.monotonic() + seconds
     picked = pick_device(device)
     arch = picked.capability.arch
-    members = list_members(shape, arch, only, peers, skip)
+    members = list_members(shape, arch, only, peers, skip, points)
     tell(f"{len(members)} members on {arch}; compiling and comparing with {workers} workers")
     options = (device, shape, "1" if peers else "0")
     end_warm = time.monotonic() + _WARM_SHARE * seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, Literal
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepinfer.bench.timing import Call, num_sets
 from deepinfer.kernels.cases import Arguments, Case, all_cases
-from deepinfer.kernels.libraries import is_usable
+from deepinfer.kernels.libraries import LIBRARIES, is_usable
 from deepinfer.kernels.table import TABLE, Implementation
 
 __all__ = ["Member", "Work", "clone_set", "list_members", "op_work", "stored_bytes"]
@@ -85,11 +85,17 @@ class Member:
 
 
 def list_members(
-    shape: Shape, arch: str, only: str = "", peers: bool = False, skip: Sequence[str] = ()
+    shape: Shape,
+    arch: str,
+    only: str = "",
+    peers: bool = False,
+    skip: Sequence[str] = (),
+    points: Collection[tuple[str, int]] | None = None,
 ) -> list[Member]:
     """Return what can be timed on an architecture; `only` is searched in op, task and case.
 
-    skip  implementations to leave out: "name", or "op/name" of one op
+    skip    implementations to leave out: "name", or "op/name" of one op
+    points  (task, rows) to keep, None = all
     """
     found: list[Member] = []
     seen: set[str] = set()
@@ -112,6 +118,8 @@ def list_members(
         found += [p for p in list_peers(shape, arch) if p.name not in skip]
     pattern = re.compile(only)
     found = [m for m in found if any(map(pattern.search, (m.task, m.op, m.case)))]
+    if points is not None:
+        found = [m for m in found if (m.task, m.rows) in points]
     named = [task for _, _, task in _TASKS]
     order = {task: place for place, task in enumerate(named)}
     return sorted(found, key=lambda m: (order.get(_family(m.task), len(named)), m.task, m.rows))
@@ -150,11 +158,18 @@ def _member(case: Case, rows: int, line: Implementation) -> Member:
         build=build,
         op=case.op,
         case=case.name,
-        math="fp8" if re.search(r"fp8|w4a8", line.name) else "bf16",
+        math="fp8" if re.search(r"fp8|w4a8", line.name, re.IGNORECASE) else "bf16",
         invariant=line.invariant,
         tolerance=case.tolerance,
-        built=line.module if line.needs == "nvcc" else "",
+        built=_built(line, case.op),
     )
+
+
+def _built(line: Implementation, op: str) -> str:
+    """Name what is compiled for long: a source of ours once, a library's kernels op by op."""
+    if line.needs == "nvcc":
+        return line.module
+    return f"{line.module}.{op}" if line.needs in LIBRARIES else ""
 
 
 def op_work(case: Case, rows: int, line: Implementation, device: torch.device) -> Work:

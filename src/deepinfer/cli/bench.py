@@ -131,6 +131,9 @@ def _add_kernels(forms: SubParsers[argparse.ArgumentParser]) -> None:
         choices=("small", "real"),
         help="small: one case of each op; real: the model's dimensions (a card's default)",
     )
+    kernels.add_argument(
+        "--goals", action="store_true", help="only tasks and row counts that a goal speaks of"
+    )
     kernels.add_argument("--peers", action="store_true", help="installed libraries beside ours")
     kernels.add_argument(
         "--skip", action="append", default=[], metavar="NAME", help="leave out an implementation"
@@ -322,7 +325,7 @@ def _run_steps(args: argparse.Namespace) -> int:
 
 
 def _run_kernels(args: argparse.Namespace) -> int:
-    from deepinfer.bench.kernelreport import kernel_table
+    from deepinfer.bench.kernelreport import GOAL_POINTS, kernel_table
     from deepinfer.bench.kernels import measure_kernels
     from deepinfer.bench.plot import draw_kernels, require_matplotlib
     from deepinfer.device import pick_device
@@ -342,6 +345,7 @@ def _run_kernels(args: argparse.Namespace) -> int:
         args.seconds,
         args.workers,
         note,
+        GOAL_POINTS if args.goals else None,
     )
     if out is not None:
         append(out, records)
