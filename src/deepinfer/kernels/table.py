@@ -152,11 +152,9 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
             name="cuda whole",
         ),
     ),
-    "rotate_tail": (
-        _hopper("rope.sm90", "tails in place, rounding behind; not timed yet", chosen=False),
-    ),
-    "round_trip": (_hopper("quantize.sm90", "ACT8 in CUDA; not timed yet", chosen=False),),
-    "hyper_mix": (_hopper("hyper.sm90", "a site's kernel; not timed yet", chosen=False),),
+    "rotate_tail": (_hopper("rope.sm90", "in place, tails alone or rounding behind"),),
+    "round_trip": (_hopper("quantize.sm90", "ACT8 of bf16, eight values a thread"),),
+    "hyper_mix": (_hopper("hyper.sm90", "a site's kernel with nothing to write"),),
     "hyper_site": (_hopper("hyper_site.sm90", "one launch, whole stretches of a token"),),
     "hyper_site_rounded": (_hopper("hyper_site.sm90", "one launch, whole stretches of a token"),),
     "paged_index_score": (

@@ -12,7 +12,7 @@ from deepinfer.kernels.expert_linear import triton
 from deepinfer.kernels.packed import Decoded
 from deepinfer.kernels.packed.kept import kept_fp4
 from deepinfer.kernels.packed.run import multiply
-from deepinfer.kernels.quantize.triton import round_trip
+from deepinfer.kernels.quantize.sm90 import round_trip
 
 if TYPE_CHECKING:
     from deepinfer.kernels.expert_linear import Fp4Weight

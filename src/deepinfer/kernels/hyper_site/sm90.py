@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepinfer.kernels import nvcc
 from deepinfer.kernels.hyper_site import triton
-from deepinfer.kernels.quantize.triton import round_trip
+from deepinfer.kernels.quantize.sm90 import round_trip
 
 if TYPE_CHECKING:
     from deepinfer.kernels.hyper_site import RoundedSite, Site, SiteWeights

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepinfer.kernels.linear import sm90
 from deepinfer.kernels.linear.reference import dequantize_blocks
-from deepinfer.kernels.quantize.triton import round_trip
+from deepinfer.kernels.quantize.sm90 import round_trip
 
 if TYPE_CHECKING:
     from deepinfer.kernels.linear import Fp8Weight

@@ -33,7 +33,7 @@ namespace {
 using u16 = uint16_t;
 using u32 = uint32_t;
 constexpr u32 kFull = 0xFFFFFFFFu;
-constexpr int kGroup = 16;
+constexpr int kGroup = 16, kPairs = 2;  // entries of a group, groups of a thread in a chunk
 
 template <typename T>
 struct Format;
@@ -41,7 +41,8 @@ struct Format;
 template <>
 struct Format<u16> {  // bfloat16
   static constexpr int kPerVector = 8;
-  static constexpr u32 kLeast = 0x007Fu;  // key of -inf
+  static constexpr u32 kLeast = 0x007Fu;  // keys of -inf, 0 and inf
+  static constexpr u32 kZero = 0x8000u, kMost = 0xFF80u;
   __device__ static u32 key(u32 bits) {
     if ((bits & 0x7FFFu) > 0x7F80u) return 0xFFFFu;
     if (bits == 0x8000u) bits = 0;
@@ -74,6 +75,7 @@ template <>
 struct Format<u32> {  // float
   static constexpr int kPerVector = 4;
   static constexpr u32 kLeast = 0x007FFFFFu;
+  static constexpr u32 kZero = 0x80000000u, kMost = 0xFF800000u;
   __device__ static u32 key(u32 bits) {
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return kFull;
     if (bits == 0x80000000u) bits = 0;
@@ -205,9 +207,14 @@ __device__ u32 emit_keys(const T* keys, int n, u32 threshold, u32 room, u32 most
   auto visit = [&](auto use) {  // this thread's keys, a vector at a time
     for (int i = first; i < last; i += kPer) {
       const uint4 data = *reinterpret_cast<const uint4*>(keys + i);  // room for it is behind them
+      if (i + kPer <= last) {
 #pragma unroll
-      for (int j = 0; j < kPer; ++j) {
-        if (i + j < last) use(Format<T>::element(data, j), i + j);
+        for (int j = 0; j < kPer; ++j) use(Format<T>::element(data, j), i + j);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kPer; ++j) {
+          if (i + j < last) use(Format<T>::element(data, j), i + j);
+        }
       }
     }
   };
@@ -233,29 +240,36 @@ __device__ u32 emit_keys(const T* keys, int n, u32 threshold, u32 room, u32 most
   return all_above + min(all_equal, room);
 }
 
-// The 16 entries of a group as keys; those at or beyond `end` are 0.
+// The 16 entries of a group as keys; those at or beyond `end` are 0. `plain`: only keys above that
+// of 0 matter and there is no NaN, so a positive number's bits are its key but for one.
 template <typename T>
-__device__ void load_group(const T* row, int group, int end, u32* keys) {
-  constexpr int kPer = Format<T>::kPerVector;
+__device__ void load_group(const T* row, int group, int end, bool plain, u32 (&keys)[kGroup]) {
+  using F = Format<T>;
+  constexpr int kPer = F::kPerVector;
+  constexpr u32 kSign = F::kZero;
   const int first = group * kGroup;
   if (first + kGroup <= end) {
+    uint4 data[kGroup / kPer];
 #pragma unroll
-    for (int v = 0; v < kGroup / kPer; ++v) {
-      const uint4 data = reinterpret_cast<const uint4*>(row + first)[v];
+    for (int v = 0; v < kGroup / kPer; ++v) data[v] = reinterpret_cast<const uint4*>(row + first)[v];
+    if (plain) {
 #pragma unroll
-      for (int i = 0; i < kPer; ++i) keys[v * kPer + i] = Format<T>::key(Format<T>::element(data, i));
+      for (int i = 0; i < kGroup; ++i) keys[i] = F::element(data[i / kPer], i % kPer) ^ kSign;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) keys[i] = F::key(F::element(data[i / kPer], i % kPer));
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) keys[i] = first + i < end ? Format<T>::key(row[first + i]) : 0;
+    for (int i = 0; i < kGroup; ++i) keys[i] = first + i < end ? F::key(row[first + i]) : 0;
   }
 }
 
-// Rows of a block one after the other, cut into chunks of 16 entries a thread. The first thread
+// Rows of a block one after the other, cut into chunks of two groups a thread. The first thread
 // asks for chunks ahead of their use; a row's last chunk may be short.
 template <typename T, int STAGES>
 struct Stream {
-  static constexpr int kEntries = kThreads * kGroup, kBytes = kEntries * sizeof(T);
+  static constexpr int kEntries = kThreads * kGroup * kPairs, kBytes = kEntries * sizeof(T);
   const T* scores;
   const int64_t* visible;
   int64_t stride;
@@ -296,9 +310,9 @@ struct Stream {
   }
   // Which of a thread's vectors comes in which place: place i holds vector i ^ turn(), so that the
   // eight threads of a load meet all banks.
-  static constexpr int kVectors = kGroup * sizeof(T) / 16;
+  static constexpr int kVectors = kPairs * kGroup * sizeof(T) / 16;
   __device__ static int turn() { return threadIdx.x / (8 / kVectors) % kVectors; }
-  // The thread's 16 entries of the next chunk.
+  // The thread's 32 entries of the next chunk.
   __device__ void next(uint4 (&data)[kVectors]) {
     const int stage = used % STAGES;
     barrier_wait(barriers + stage, used / STAGES & 1);
@@ -312,6 +326,7 @@ struct Stream {
 };
 
 __host__ __device__ inline int up16(int n) { return (n + 15) / 16 * 16; }
+constexpr int kPlaces = 2048;  // listed entries whose places are kept
 __host__ __device__ inline int most_groups(int want) { return want > 512 ? 2 * want : 1024; }
 __host__ __device__ inline int groups_of(int entries) { return (entries + kGroup - 1) / kGroup; }
 
@@ -325,7 +340,7 @@ __host__ __device__ inline int keys_bytes(int entries, int want) {
 template <typename T, int STAGES>
 __host__ __device__ inline int select_bytes(int entries, int want) {
   return STAGES * Stream<T, STAGES>::kBytes + keys_bytes<T, STAGES>(entries, want) +
-         most_groups(want) * 4 + 8 * STAGES;
+         most_groups(want) * 4 + kPlaces * 4 + 8 * STAGES;
 }
 
 template <typename T>
@@ -333,17 +348,13 @@ __device__ u32 largest_of(const uint4& v) {  // as `larger` leaves it
   return Format<T>::larger(Format<T>::larger(v.x, v.y), Format<T>::larger(v.z, v.w));
 }
 
-template <typename T>
-__device__ u32 largest(const uint4 (&data)[kGroup * sizeof(T) / 16]) {
-  using F = Format<T>;
-  constexpr int kVectors = kGroup * sizeof(T) / 16;
-  u32 m = 0;
+// The largest key among neighbouring vectors.
+template <typename T, int VECTORS>
+__device__ u32 largest(const uint4* data) {
+  u32 m = largest_of<T>(data[0]);
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const u32 own = largest_of<T>(data[i]);
-    m = i ? F::larger(m, own) : own;
-  }
-  return F::top(m);
+  for (int i = 1; i < VECTORS; ++i) m = Format<T>::larger(m, largest_of<T>(data[i]));
+  return Format<T>::top(m);
 }
 
 template <typename T, int STAGES, int BLOCKS>
@@ -364,42 +375,49 @@ select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
   const int most_listed = most_groups(want);
   const int tid = threadIdx.x, lane = tid % 32;
   Stream<T, STAGES> stream{scores, visible, stride, memory,
-                           reinterpret_cast<uint64_t*>(groups + most_listed), rows, entries};
+                           reinterpret_cast<uint64_t*>(groups + most_listed + kPlaces), rows, entries};
+  int* places = reinterpret_cast<int*>(groups + most_listed);
   stream.begin();
   int parity = 0;
   for (int at = blockIdx.x; at < rows; at += gridDim.x) {
     const T* row = scores + at * stride;
     int64_t* target = out + static_cast<int64_t>(at) * want;
     const int end = stream.seen(at), num_groups = groups_of(end);
-    const int chunks = (num_groups + kThreads - 1) / kThreads, per_super = (chunks + 3) / 4;
+    constexpr int kVectors = Stream<T, STAGES>::kVectors, kEach = kVectors / kPairs;
+    const int chunks = (num_groups + kPairs * kThreads - 1) / (kPairs * kThreads);
+    const int per_super = (chunks + 3) / 4;
+    const int flip = stream.turn() / kEach;  // the thread's groups change places
     if (tid == 0) s.least = kFull, s.most = 0, s.listed = 0;
 
     // 1. The largest keys of groups and supers. A super of a thread that has no entry there is 0.
-    u32 supers[4] = {0, 0, 0, 0}, least = kFull, most = 0, current = 0;
-    int in_super = 0, held = 0;
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      uint4 data[kGroup * sizeof(T) / 16];
-      stream.next(data);
-      const int group = chunk * kThreads + tid, first = group * kGroup;
-      u32 key = 0;
-      if (first + kGroup <= end) {
-        key = largest<T>(data);
-      } else if (first < end) {
+    u32 supers[4] = {0, 0, 0, 0}, least = kFull, most = 0;
+    int held = 0, chunk = 0;
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          const u32 own = F::key(F::element(data[i / F::kPerVector], i % F::kPerVector));
-          const int entry = first + (i ^ stream.turn() * F::kPerVector);
-          key = max(key, entry < end ? own : 0u);
+    for (int super = 0; super < 4; ++super) {
+      for (int last = min(chunk + per_super, chunks); chunk < last; ++chunk) {
+        uint4 data[kVectors];
+        stream.next(data);
+        const int own = (chunk * kThreads + tid) * kPairs;
+        u32 both[kPairs] = {0, 0};
+        if ((own + kPairs) * kGroup <= end) {
+#pragma unroll
+          for (int g = 0; g < kPairs; ++g) both[g] = largest<T, kEach>(data + g * kEach);
+        } else if (own * kGroup < end) {
+#pragma unroll
+          for (int i = 0; i < kPairs * kGroup; ++i) {
+            const u32 key = F::key(F::element(data[i / F::kPerVector], i % F::kPerVector));
+            const int entry = own * kGroup + (i ^ stream.turn() * F::kPerVector);
+            both[i / kGroup] = max(both[i / kGroup], entry < end ? key : 0u);
+          }
+        }
+#pragma unroll
+        for (int g = 0; g < kPairs; ++g) {
+          if (own + (g ^ flip) <= num_groups + 3) keys[own + (g ^ flip)] = static_cast<T>(both[g]);
+          supers[super] = max(supers[super], both[g]);
         }
       }
-      if (group <= num_groups + 3) keys[group] = static_cast<T>(key);
-      current = max(current, key);
-      if (++in_super == per_super || chunk + 1 == chunks) {
-        supers[3] = supers[2], supers[2] = supers[1], supers[1] = supers[0], supers[0] = current;
-        most = max(most, current);
-        if (current) least = min(least, current), ++held;
-        current = 0, in_super = 0;
-      }
+      most = max(most, supers[super]);
+      if (supers[super]) least = min(least, supers[super]), ++held;
     }
     if (tid < 4) keys[num_groups + tid] = 0;  // whole words; rewritten, where another thread did
     least = __reduce_min_sync(kFull, least);
@@ -435,35 +453,36 @@ select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
       const u32 ties = above < static_cast<u32>(want) && bound > F::kLeast ? want : 0;
       num_listed = emit_keys(keys, num_groups, bound, ties, most_listed, s, parity, list_group);
     }
-    if (tid == 0) s.listed = 0;
     __syncthreads();
 
-    // 4. The entries above the bound, and the threshold among them.
+    // 4. The entries above the bound, in order, and the threshold among them.
+    const bool plain = bound > F::kZero && top <= F::kMost;
+    u32 listed = 0;
     for (u32 base = 0; base < num_listed; base += kThreads) {
       u32 found[kGroup], mine = 0;
+      int first = 0;
       if (base + tid < num_listed) {
-        load_group(row, groups[base + tid], end, found);
+        first = static_cast<int>(groups[base + tid]) * kGroup;
+        load_group(row, first / kGroup, end, plain, found);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) mine += found[i] > bound;
+        for (int i = 0; i < kGroup; ++i) mine |= static_cast<u32>(found[i] > bound) << i;
       }
-      u32 upto = mine;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const u32 other = __shfl_up_sync(kFull, upto, d);
-        if (lane >= d) upto += other;
-      }
-      u32 start = 0;
-      if (lane == 31 && upto) start = atomicAdd(&s.listed, upto);
-      start = __shfl_sync(kFull, start, 31) + upto - mine;
+      u32 start, none, all, nothing;
+      sums_before(__popc(mine), 0, start, none, all, nothing, s, parity);
+      start += listed;
+      listed += all;
       if (mine) {
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
-          if (found[i] > bound) list[start++] = static_cast<T>(found[i]);
+          if (mine >> i & 1) {
+            list[start] = static_cast<T>(found[i]);
+            if (start < kPlaces) places[start] = first + i;
+            ++start;
+          }
         }
       }
     }
     __syncthreads();
-    const u32 listed = s.listed;
     u32 threshold = bound;
     above = listed;
     if (listed > static_cast<u32>(want)) {
@@ -474,13 +493,29 @@ select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
 
     // 5. What is kept, in order.
     u32 num_kept = 0, num_tied = 0;
+    // The places of all entries that may be kept are there, unless ties at the bound are, or many.
+    if ((threshold > bound || !room) && listed <= kPlaces) {
+      for (u32 base = 0; base < listed; base += kThreads) {
+        const u32 key = base + tid < listed ? list[base + tid] : 0;
+        const bool is_tie = key == threshold && room;
+        u32 place, tie, all_kept, all_tied;
+        sums_before(key > threshold, is_tie, place, tie, all_kept, all_tied, s, parity);
+        place += num_kept, tie += num_tied;
+        if (key > threshold || (is_tie && tie < room)) {
+          target[place + min(tie, room)] = places[base + tid];
+        }
+        num_kept += all_kept, num_tied += all_tied;
+      }
+      for (int i = num_kept + min(num_tied, room) + tid; i < want; i += kThreads) target[i] = -1;
+      continue;
+    }
     for (u32 base = 0; base < num_listed; base += kThreads) {
       u32 more = 0, equal = 0;
       int first = 0;
       if (base + tid < num_listed) {
         u32 found[kGroup];
         first = static_cast<int>(groups[base + tid]);
-        load_group(row, first, end, found);
+        load_group(row, first, end, plain, found);
         first *= kGroup;
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) {
@@ -511,8 +546,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 blocks_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, int entries,
               int64_t stride, int want) {
   using F = Format<T>;
-  constexpr u32 kTop = sizeof(T) == 2 ? 0xFF80u : 0xFF800000u;  // key of inf
-  constexpr int kEach = kGroup / SIZE;
+  constexpr int kEach = kPairs * kGroup / SIZE;
   SHARED(memory);
 #ifdef HOST_TWIN
   Scratch& s = *reinterpret_cast<Scratch*>(host_scratch());
@@ -531,26 +565,19 @@ blocks_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
   for (int at = blockIdx.x; at < rows; at += gridDim.x) {
     int64_t* target = out + static_cast<int64_t>(at) * want;
     const int end = stream.seen(at), held = (end + SIZE - 1) / SIZE;
-    const int chunks = (groups_of(end) + kThreads - 1) / kThreads;
+    const int chunks = (groups_of(end) + kPairs * kThreads - 1) / (kPairs * kThreads);
     const int64_t seen = visible[at], newest = seen > 0 ? (seen - 1) / SIZE : -1;
     if (tid == 0) s.least = kFull, s.most = 0;
     u32 least = kFull, most = 0;
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      uint4 data[kGroup * sizeof(T) / 16];
+      uint4 data[Stream<T, STAGES>::kVectors];
       stream.next(data);
-      const int first = (chunk * kThreads + tid) * kGroup;
+      const int first = (chunk * kThreads + tid) * kPairs * kGroup;
 #pragma unroll
       for (int b = 0; b < kEach; ++b) {
         u32 key = 0;
-        if (first + kGroup <= end) {
-          constexpr int kVectors = SIZE / F::kPerVector;
-          u32 m = 0;
-#pragma unroll
-          for (int i = 0; i < kVectors; ++i) {
-            const u32 own = largest_of<T>(data[b * kVectors + i]);
-            m = i ? F::larger(m, own) : own;
-          }
-          key = F::top(m);
+        if (first + kPairs * kGroup <= end) {
+          key = largest<T, SIZE / F::kPerVector>(data + b * (SIZE / F::kPerVector));
         } else {
 #pragma unroll
           for (int i = b * SIZE; i < (b + 1) * SIZE; ++i) {
@@ -560,7 +587,7 @@ blocks_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
           }
         }
         const int block = first / SIZE + (b ^ stream.turn() * F::kPerVector / SIZE);
-        if (block == newest) key = max(key, kTop);
+        if (block == newest) key = max(key, F::kMost);
         if (block < held) {
           keys[block] = static_cast<T>(key);
           least = min(least, key);
@@ -643,15 +670,10 @@ int run_blocks(const void* scores, const void* visible, void* out, long long row
 // 16 bytes; visible [rows] int64; out [rows, want] int64.
 extern "C" int select_topk(const void* scores, const void* visible, void* out, long long rows,
                            long long entries, long long stride, long long want, long long size,
-                           long long processors, long long variant, cudaStream_t stream) {
+                           long long processors, cudaStream_t stream) {
 #define RUN(...) \
   run_select<__VA_ARGS__>(scores, visible, out, rows, entries, stride, want, processors, stream)
-  if (size == 2) {
-    if (variant == 1) return RUN(u16, 3, 2);
-    if (variant == 2) return RUN(u16, 2, 3);
-    return RUN(u16, 4, 2);
-  }
-  return RUN(u32, 2, 1);
+  return size == 2 ? RUN(u16, 2, 2) : RUN(u32, 2, 1);
 #undef RUN
 }
 
@@ -662,8 +684,8 @@ extern "C" int select_blocks(const void* scores, const void* visible, void* out,
                              cudaStream_t stream) {
 #define RUN(...) \
   run_blocks<__VA_ARGS__>(scores, visible, out, rows, entries, stride, want, processors, stream)
-  if (block_size == 8) return size == 2 ? RUN(u16, 4, 8) : RUN(u32, 2, 8);
-  if (block_size == 16) return size == 2 ? RUN(u16, 4, 16) : RUN(u32, 2, 16);
+  if (block_size == 8) return size == 2 ? RUN(u16, 2, 8) : RUN(u32, 2, 8);
+  if (block_size == 16) return size == 2 ? RUN(u16, 2, 16) : RUN(u32, 2, 16);
 #undef RUN
   return -1;
 }

@@ -19,7 +19,7 @@ __all__ = ["block_mask", "select_blocks", "select_topk"]
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 MAX_COUNT: Final = 1024
 SHARED: Final = 224 * 1024  # bytes that a block may take
-_CHUNK: Final = 512 * 16  # entries of a stage of the ring
+_CHUNK: Final = 512 * 32  # entries of a stage of the ring
 
 block_mask = triton.block_mask
 
@@ -45,14 +45,14 @@ def _up(n: int) -> int:
 
 
 def _ring_bytes(size: int) -> int:
-    return _CHUNK * size * (4 if size == 2 else 2) + 32
+    return _CHUNK * size * 2 + 16
 
 
 def _topk_bytes(entries: int, count: int, size: int) -> int:
     """Shared memory of a selection (`select_bytes`)."""
     listed = 2 * count if count > 512 else 1024
     keys = max(_up(-(-entries // 16) * size + 16), _up(listed * 16 * size + 16))
-    return _ring_bytes(size) + keys + listed * 4
+    return _ring_bytes(size) + keys + (listed + 2048) * 4
 
 
 def accepts_topk(scores: Tensor, visible: Tensor, count: int) -> bool:
@@ -62,7 +62,7 @@ def accepts_topk(scores: Tensor, visible: Tensor, count: int) -> bool:
     return 0 < count <= MAX_COUNT and fits and _readable(scores, visible)
 
 
-def select_topk(scores: Tensor, visible: Tensor, count: int, variant: int = 0) -> Tensor:
+def select_topk(scores: Tensor, visible: Tensor, count: int) -> Tensor:
     """As the reference, of fp32 or bf16 scores. NaN is above every number, as in the reference."""
     if not accepts_topk(scores, visible, count):
         return triton.select_topk(scores, visible, count)
@@ -72,7 +72,6 @@ def select_topk(scores: Tensor, visible: Tensor, count: int, variant: int = 0) -
         nvcc.call(
             nvcc.load(SOURCE), "select_topk", scores.device, scores, visible, out, num_rows,
             entries, scores.stride(0), count, scores.element_size(), nvcc.processors(scores.device),
-            variant,
         )  # fmt: skip
     return out
 
