@@ -168,34 +168,19 @@ struct TokenMap {
 };
 
 // Boxes of 128 bytes by `box` rows, swizzled; what lies outside is zero.
-inline void copy_tokens_to(u32 target, const TokenMap& map, int column, int row, u32 bar, int blocks) {
-  if (target % 1024 || column % 16) std::abort();
-  for (int rank = 0; rank < host::cluster; ++rank) {
-    if (!(blocks >> rank & 1)) continue;
-    host::Block* block = &host::first_of_cluster() + rank;
-    const auto start = reinterpret_cast<uintptr_t>(block->shared.data());
-    unsigned char* base = block->shared.data() + (1024 - start % 1024) % 1024 + target;
-    for (int i = 0; i < map.box; ++i)
-      for (int piece = 0; piece < 8; ++piece) {
-        unsigned char* to = base + i * 128 + ((piece ^ (i & 7)) << 4);
-        const long long at = column + piece * 16;
-        if (row + i < map.rows && at < map.width)
-          std::memcpy(to, map.start + (row + i) * map.row_bytes + at, 16);
-        else
-          std::memset(to, 0, 16);
-      }
-    host::Barrier& b = host::held_barriers[{block, bar}];
-    b.bytes -= map.box * 128;
-    b.settle();
-  }
-}
 inline void copy_tokens(u32 target, const TokenMap& map, int column, int row, u32 bar) {
-  copy_tokens_to(target, map, column, row, bar, 1 << (blockIdx.x % host::cluster));
-}
-inline void release_at(u32 bar, int rank) {
-  host::Barrier& b = host::held_barriers[{&host::first_of_cluster() + rank, bar}];
-  if (--b.pending < 0) std::abort();
-  b.settle();
+  if (target % 1024 || column % 16) std::abort();
+  for (int i = 0; i < map.box; ++i)
+    for (int piece = 0; piece < 8; ++piece) {
+      unsigned char* to = host::at(target + i * 128 + ((piece ^ (i & 7)) << 4));
+      const long long at = column + piece * 16;
+      if (row + i < map.rows && at < map.width)
+        std::memcpy(to, map.start + (row + i) * map.row_bytes + at, 16);
+      else
+        std::memset(to, 0, 16);
+    }
+  host::barrier(bar).bytes -= map.box * 128;
+  host::barrier(bar).settle();
 }
 inline void expect_map(const TokenMap&) {}
 inline float4 load_remote16(u32 at, int rank) {
@@ -211,13 +196,12 @@ namespace {
 
 template <class K>
 int run_dense(const DenseArgs& a, const void* x, long long row_bytes, int programs, int cluster) {
-  const int pair = K::NEIGHBOURS, parts = cluster / pair;
-  if (cluster % pair || (parts > 1 && !K::SHARES)) return 1;
-  const TokenMap map = {(const unsigned char*)x, 2LL * a.inputs * a.groups, a.rows, row_bytes, a.share / pair};
+  if (cluster > 8 || (cluster > 1 && !K::SHARES)) return 1;
+  const TokenMap map = {(const unsigned char*)x, 2LL * a.inputs * a.groups, a.rows, row_bytes, a.share};
   host::cluster = cluster;
   host::held_barriers.clear();
   host::gates.clear();
-  const int blocks = cluster * (parts > 1 ? K::tiles(a) : min(K::tiles(a), programs));
+  const int blocks = cluster > 1 ? cluster * K::tiles(a) : min(K::tiles(a), programs);
   host::launch(blocks, K::THREADS, K::SHARED, [&] { K::run(a, map); }, cluster > 1);
   return 0;
 }

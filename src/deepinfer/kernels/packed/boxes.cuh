@@ -11,22 +11,6 @@ __device__ inline void copy_tokens(u32 target, const TokenMap& map, int column, 
       "l"(&map), "r"(column), "r"(row), "r"(bar)
       : "memory");
 }
-// The same to every block of the cluster that `blocks` names, at the same place, with its barrier.
-__device__ inline void copy_tokens_to(u32 target, const TokenMap& map, int column, int row, u32 bar,
-                                      int blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-      "l"(&map), "r"(column), "r"(row), "r"(bar), "h"(static_cast<unsigned short>(blocks))
-      : "memory");
-}
-__device__ inline void release_at(u32 bar, int rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(bar),
-      "r"(rank)
-      : "memory");
-}
 __device__ inline void expect_map(const TokenMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -27,14 +27,12 @@ struct DenseArgs {
 
 // GROUPS consumer warpgroups of TILES 64-row tiles, at most TOKENS tokens a tile, STAGES stages of
 // BLOCKS 64-wide K blocks; PER_SM blocks fit a multiprocessor. Weights are decoded STEPS times 16
-// inputs ahead of their products. PAIR blocks of a cluster take neighbouring outputs and the same
-// tokens, of which each asks for its part and the copy engine brings it to all of them.
-template <int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, int PER_SM, int STEPS, int PAIR>
+// inputs ahead of their products.
+template <int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, int PER_SM, int STEPS>
 struct Dense {
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
   static constexpr int RESIDENT = PER_SM;
-  static constexpr int NEIGHBOURS = PAIR;
   static constexpr int PIECES = 4 / STEPS;
   static constexpr int UNITS = BLOCKS * TILES * PIECES;  // of STEPS instructions in a stage
   static_assert(STEPS == 2 || STEPS == 4, "whole groups of 32 inputs");
@@ -44,8 +42,12 @@ struct Dense {
   static constexpr int CONSUMERS = 128 * GROUPS;
   static constexpr int THREADS = CONSUMERS + 128;
   static constexpr bool WIDEST = TILES == 2 && TOKENS == 192;
-  static constexpr int CONSUMER_REGS = PER_SM == 2 ? 96 : GROUPS == 3 ? 152 : WIDEST ? 240 : 224;
-  static constexpr int PRODUCER_REGS = WIDEST ? 24 : 56;
+  static constexpr int LAUNCH_REGS = 65536 / (PER_SM * THREADS) / 8 * 8;
+  static constexpr int CONSUMER_REGS =
+      PER_SM == 2 ? 96 : PER_SM == 3 ? 104 : GROUPS == 3 ? 152 : WIDEST ? 240 : 224;
+  static constexpr int PRODUCER_REGS = PER_SM == 2 ? 48 : WIDEST ? 24 : 56;
+  // A block's own registers are all it has: asking for more waits for ever.
+  static_assert(GROUPS * CONSUMER_REGS + PRODUCER_REGS <= (GROUPS + 1) * LAUNCH_REGS, "registers");
   static constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;  // tokens that are stored at a time
   static constexpr int RING = STAGES * (WEIGHT_BYTES + TOKEN_BYTES);
   static constexpr int SHARED = RING + GROUPS * CHUNK * 128 + 16 * STAGES + 1024;
@@ -58,7 +60,7 @@ struct Dense {
   };
 
   __host__ __device__ static int tiles_high(const DenseArgs& a) {
-    return (a.outputs + PAIR * HEIGHT - 1) / (PAIR * HEIGHT);
+    return (a.outputs + HEIGHT - 1) / HEIGHT;
   }
   __host__ __device__ static int tiles(const DenseArgs& a) {
     return (a.rows + a.share - 1) / a.share * tiles_high(a) * a.groups;
@@ -68,8 +70,8 @@ struct Dense {
     const int high = tiles_high(a), wide = (a.rows + a.share - 1) / a.share;
     Place p;
     p.group = tile / wide / high;
-    p.output = (tile / wide % high * PAIR + cluster_place() % PAIR) * HEIGHT;
-    p.blocks = max(0, min(PARTS, (a.outputs - p.output) / 64));
+    p.output = tile / wide % high * HEIGHT;
+    p.blocks = min(PARTS, (a.outputs - p.output) / 64);
     p.row = tile % wide * a.share;
     p.rows = min(a.share, a.rows - p.row);
     return p;
@@ -83,13 +85,9 @@ struct Dense {
     }
   };
 
-  // Blocks that share a tile's K, and which of them this one is.
-  static __device__ int parts() { return cluster_blocks() / PAIR; }
-  static __device__ int part() { return cluster_place() / PAIR; }
-
-  // First K block of a part.
+  // First K block of a part of the cluster's tile.
   static __device__ int start_of(const DenseArgs& a, int part) {
-    return a.inputs / 128 * part / parts() * 2;
+    return a.inputs / 128 * part / cluster_blocks() * 2;
   }
 
   static __device__ void fetch_weights(const DenseArgs& a, const Place& p, int block, u32 target,
@@ -113,22 +111,15 @@ struct Dense {
   static __device__ void fetch_tokens(const DenseArgs& a, const TokenMap& map, const Place& p, int block,
                                       u32 target, u32 bar) {
 #pragma unroll
-    for (int k = 0; k < BLOCKS; ++k) {
-      const int column = (p.group * (a.inputs / 64) + block + k) * 128;
-      if constexpr (PAIR == 1) {
-        copy_tokens(target + k * (TOKENS * 128), map, column, p.row, bar);
-      } else {
-        const int rows = a.share / PAIR, own = cluster_place() % PAIR;
-        copy_tokens_to(target + k * (TOKENS * 128) + own * rows * 128, map, column,
-                       p.row + own * rows, bar, ((1 << PAIR) - 1) << (part() * PAIR));
-      }
-    }
+    for (int k = 0; k < BLOCKS; ++k)
+      copy_tokens(target + k * (TOKENS * 128), map, (p.group * (a.inputs / 64) + block + k) * 128,
+                  p.row, bar);
   }
 
   static __device__ void produce(const DenseArgs& a, const TokenMap& map, int total, u32 tokens,
                                  u32 weights, u32 full, u32 empty) {
     const int size = cluster_blocks(), start = blockIdx.x / size, stride = gridDim.x / size;
-    const int begin = start_of(a, part()), end = start_of(a, part() + 1);
+    const int begin = start_of(a, cluster_place()), end = start_of(a, cluster_place() + 1);
     const u64 policy = read_once();
     expect_map(map);
     const u32 of_tokens = a.share * (128 * BLOCKS);
@@ -228,10 +219,7 @@ struct Dense {
     }
     keep_in_place(then);
     group_wait();
-    if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) {
-      barrier_arrive(release);
-      if constexpr (PAIR == 2) release_at(release, cluster_place() ^ 1);
-    }
+    if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
     if constexpr (UNIT + 1 < UNITS)
       unit<N, UNIT + 1>(sums, then, now, stage, more, ring, tokens, weights, full, empty);
   }
@@ -245,7 +233,7 @@ struct Dense {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.of[m][i] = 0.f;
     u32 even[4 * STEPS], odd[4 * STEPS];
-    const int steps = (start_of(a, part() + 1) - start_of(a, part())) / BLOCKS;
+    const int steps = (start_of(a, cluster_place() + 1) - start_of(a, cluster_place())) / BLOCKS;
     Stage stage = enter(ring, tokens, weights, full, empty);
     decode_unit<0>(stage.weights, even);
 #pragma unroll 1
@@ -257,7 +245,7 @@ struct Dense {
       }
     }
     if constexpr (SHARES) {
-      if (parts() > 1) {
+      if (cluster_blocks() > 1) {
         keep_part<N>(sums, tokens);
         return;
       }
@@ -280,28 +268,48 @@ struct Dense {
       }
   }
 
-  // This block's share of the cluster's tile: partial sums in the order of the ranks.
+  // This block's share of the cluster's tile: partial sums of SIZE blocks in the order of their ranks.
+  template <int SIZE>
   static __device__ void gather(const DenseArgs& a, const Place& p, u32 at) {
-    const int size = parts(), rank = part();
-    const int fours = p.blocks * 16, work = p.rows * fours;
-    const int end = work * (rank + 1) / size;
-    for (int i = work * rank / size + threadIdx.x; i < end; i += CONSUMERS) {
-      const int token = i / fours, row = i % fours * 4;
-      const u32 local = at + (token * PITCH + row) * 4;
-      float4 value[8];
+    constexpr int AHEAD = SIZE <= 3 ? 4 : 2;  // remote loads take long: many at a time
+    const int rank = cluster_place(), fours = p.blocks * 16, work = p.rows * fours;
+    const int end = work * (rank + 1) / SIZE;
+    for (int first = work * rank / SIZE + threadIdx.x; first < end; first += AHEAD * CONSUMERS) {
+      float4 value[AHEAD][SIZE];
 #pragma unroll
-      for (int r = 0; r < 8; ++r)
-        if (r < size) value[r] = load_remote16(local, r * PAIR + cluster_place() % PAIR);
-      float4 sum = {0.f, 0.f, 0.f, 0.f};
+      for (int u = 0; u < AHEAD; ++u) {
+        const int i = min(first + u * CONSUMERS, end - 1);
+        const u32 local = at + (i / fours * PITCH + i % fours * 4) * 4;
 #pragma unroll
-      for (int r = 0; r < 8; ++r)
-        if (r < size)
-          sum.x += value[r].x, sum.y += value[r].y, sum.z += value[r].z, sum.w += value[r].w;
-      const int output = p.group * a.outputs + p.output + row;
-      const float* s = a.row_scale + output;
-      u32* to = reinterpret_cast<u32*>(a.out + size_t(p.row + token) * a.out_row + output);
-      to[0] = pack_bf16(sum.x * __ldg(s), sum.y * __ldg(s + 1));
-      to[1] = pack_bf16(sum.z * __ldg(s + 2), sum.w * __ldg(s + 3));
+        for (int r = 0; r < SIZE; ++r) value[u][r] = load_remote16(local, r);
+      }
+#pragma unroll
+      for (int u = 0; u < AHEAD; ++u) {
+        const int i = first + u * CONSUMERS, output = p.group * a.outputs + p.output + i % fours * 4;
+        if (i >= end) break;
+        float4 sum = value[u][0];
+#pragma unroll
+        for (int r = 1; r < SIZE; ++r) {
+          sum.x += value[u][r].x, sum.y += value[u][r].y;
+          sum.z += value[u][r].z, sum.w += value[u][r].w;
+        }
+        const float* s = a.row_scale + output;
+        u32* to = reinterpret_cast<u32*>(a.out + size_t(p.row + i / fours) * a.out_row + output);
+        to[0] = pack_bf16(sum.x * __ldg(s), sum.y * __ldg(s + 1));
+        to[1] = pack_bf16(sum.z * __ldg(s + 2), sum.w * __ldg(s + 3));
+      }
+    }
+  }
+
+  static __device__ void gather_all(const DenseArgs& a, const Place& p, u32 at) {
+    switch (cluster_blocks()) {
+      case 2: return gather<2>(a, p, at);
+      case 3: return gather<3>(a, p, at);
+      case 4: return gather<4>(a, p, at);
+      case 5: return gather<5>(a, p, at);
+      case 6: return gather<6>(a, p, at);
+      case 7: return gather<7>(a, p, at);
+      case 8: return gather<8>(a, p, at);
     }
   }
 
@@ -352,22 +360,21 @@ struct Dense {
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES; ++i) {
         barrier_init(full + 8 * i, 1);
-        barrier_init(empty + 8 * i, 4 * GROUPS * PAIR);
+        barrier_init(empty + 8 * i, 4 * GROUPS);
       }
       barriers_ready();
     }
-    if constexpr (PAIR > 1)
-      cluster_barrier();  // the neighbour's barriers are there
-    else
-      __syncthreads();
+    __syncthreads();
     next_kernel_may_start();
     const int total = tiles(a), size = cluster_blocks();
     if (threadIdx.x >= CONSUMERS) {
       fewer_registers<PRODUCER_REGS>();
       if (threadIdx.x == CONSUMERS) produce(a, map, total, tokens, weights, full, empty);
       __syncwarp();
-      if (parts() > 1) cluster_barrier();
-      if (size > 1) cluster_barrier();
+      if (size > 1) {
+        cluster_barrier();
+        cluster_barrier();
+      }
       return;
     }
     more_registers<CONSUMER_REGS>();
@@ -387,11 +394,13 @@ struct Dense {
         multiply<TOKENS>(a, p, ring, tokens, weights, full, empty, staging);
       }
     }
-    if (parts() > 1) {
-      cluster_barrier();  // all have their partial sums
-      gather(a, locate(a, blockIdx.x / size), tokens);
+    if constexpr (SHARES) {
+      if (size > 1) {
+        cluster_barrier();  // all have their partial sums
+        gather_all(a, locate(a, blockIdx.x / size), tokens);
+        cluster_barrier();  // others read this block's sums
+      }
     }
-    if (size > 1) cluster_barrier();  // others read this block's sums, or write its tokens
   }
 };
 
@@ -430,14 +439,13 @@ int launch_dense(const DenseArgs& a, const void* x, long long row_bytes, long lo
     if (e != cudaSuccess) return e;
     ready = true;
   }
-  const long long pair = K::NEIGHBOURS, parts = cluster / pair;
-  if (cluster % pair || (parts > 1 && !K::SHARES)) return cudaErrorInvalidValue;
+  if (cluster > 8 || (cluster > 1 && !K::SHARES)) return cudaErrorInvalidValue;
   TokenMap map;
-  if (!describe_rows(map, x, 2LL * a.inputs * a.groups, a.rows, row_bytes, a.share / K::NEIGHBOURS))
+  if (!describe_rows(map, x, 2LL * a.inputs * a.groups, a.rows, row_bytes, a.share))
     return cudaErrorInvalidValue;
   const long long tiles = K::tiles(a);
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(cluster * (parts > 1 ? tiles : min(tiles, programs / pair))));
+  config.gridDim = dim3(static_cast<unsigned>(cluster > 1 ? cluster * tiles : min(tiles, programs)));
   config.blockDim = dim3(K::THREADS);
   config.dynamicSmemBytes = K::SHARED;
   config.stream = static_cast<cudaStream_t>(stream);

@@ -16,28 +16,26 @@ __all__ = ["SCHEDULES", "SOURCE", "multiply", "share_of"]
 SOURCE: Final = Path(__file__).with_name("dense.cu")
 
 SCHEDULES: Final = {
-    "few_128": (32, 128, 1),
+    "few_64": (32, 64, 3),
+    "few_128": (32, 128, 2),
     "few_192": (32, 192, 1),
-    "some_128": (64, 128, 1),
-    "some_192": (64, 192, 1),
+    "some_128": (64, 128, 2),
+    "half_128": (96, 128, 2),
     "step_128": (128, 128, 1),
     "step_192": (128, 192, 1),
     "step_256": (128, 256, 1),
     "wide_128": (192, 128, 1),
     "wide_192": (192, 192, 1),
     "wide_256": (192, 256, 1),
-    "pair_128": (192, 128, 2),
-    "pair_192": (192, 192, 2),
-    "pair_256": (192, 256, 2),
 }
-"""Most tokens and outputs of a tile, and tiles of neighbouring outputs that share tokens."""
+"""Most tokens and outputs of a tile, blocks of a multiprocessor."""
 
 
 def share_of(rows: int, name: str) -> int:
-    """Return the tokens of a schedule's tile: equal parts, a multiple of 8 for each neighbour."""
-    most, _, pair = SCHEDULES[name]
+    """Return the tokens of a schedule's tile: equal parts, a multiple of 8."""
+    most = SCHEDULES[name][0]
     parts = -(-rows // most)
-    return -(-rows // (8 * pair * parts)) * 8 * pair
+    return -(-rows // (8 * parts)) * 8
 
 
 def multiply(
@@ -63,6 +61,6 @@ def multiply(
         x, weight.data, weight.row_scale, out,
         groups, weight.outputs // groups, weight.inputs, x.stride(0) * x.element_size(),
         rows, share_of(rows, name), weight.outputs,
-        nvcc.processors(x.device), split * SCHEDULES[name][2],
+        nvcc.processors(x.device) * SCHEDULES[name][2], split,
     )  # fmt: skip
     return out
