@@ -16,11 +16,12 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import grouping, tiles
+from deepinfer.kernels import draft_block, grouping, tiles
 from deepinfer.kernels import streams as plain_streams
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
 from deepinfer.kernels.decode_rows import LayoutForm, lay_out_plain
+from deepinfer.kernels.draw import largest
 from deepinfer.kernels.expert_linear.reference import swiglu
 from deepinfer.kernels.paged_index.places import block_entries, flat_entries
 from deepinfer.kernels.quantize import act8_values
@@ -172,6 +173,28 @@ def token_problem(rows: int, width: int, seed: int) -> str | None:
     return None
 
 
+def drafted(blocks, choose) -> list[Tensor]:
+    """Rows of draft blocks, near the begin of a ring and behind, and the way between drafts."""
+    generator = torch.Generator().manual_seed(6)
+    slots, last = torch.tensor([3, 0, 1, 2]), torch.tensor([40, -2, 6, 15])
+    laid = blocks.lay_out_block(slots, last, torch.tensor([7, 0, 9, 11]), 5, 16, 23, 99)
+    embed = torch.randn(30, 24, generator=generator).bfloat16()
+    hidden = torch.randn(4, 3, 1100, generator=generator).bfloat16()
+    weight = torch.randn(1, 1124, generator=generator).bfloat16()
+    confidence = torch.zeros(4, 3)
+    tokens = torch.tensor([[4, 5], [0, 1], [29, 3], [7, 7]])[:, 0]
+    rows = blocks.markov_step(embed, tokens, hidden[:, 1], weight, confidence[:, 2])
+    logits = torch.randn(4, 2, 5000, generator=generator)
+    logits[0, 1, [17, 4900]] = 9.0
+    logits[1, 1, 4500], logits[2, 1, 3] = float("inf"), float("nan")
+    logits[3, 1, :5] = float("-inf")
+    plus = torch.randn(4, 5000, generator=generator).round()
+    ids, bad = choose(logits[:, 1])
+    ids[2] = 0  # any
+    more = choose(logits[:, 0], plus)
+    return [*laid, rows, confidence.round(decimals=2), ids, bad, *more]
+
+
 DRAWN = [(5, 288, 0), (3, 5001, 1), (9, 10, 0)]
 
 
@@ -277,6 +300,13 @@ def run(seed: int) -> list[str]:
         mine = drawn(lambda *given: twin.draw(*given, LARGEST_UNIFORM), *setting)
         if not torch.equal(mine, drawn(draw, *setting)):
             failures.append(f"draw {setting}: other tokens")
+    blocks, chosen = (
+        import_module(f"deepinfer.kernels.{n}.triton") for n in ("draft_block", "draw")
+    )
+    pairs = zip(drafted(blocks, chosen.largest), drafted(draft_block, largest), strict=True)
+    for at, (mine, want) in enumerate(pairs):
+        if not torch.equal(mine, want):
+            failures.append(f"drafts {at}: other values")
     rows = torch.randn(5, 3001, generator=torch.Generator().manual_seed(seed)) * 9
     rows[1, ::2] = float("-inf")
     if not torch.allclose(twin.log_sum_exp(rows), torch.logsumexp(rows, 1, True), atol=1e-5):
@@ -347,7 +377,7 @@ def compile_all(archs: list[int]) -> list[str]:
 
     # On a card bf16 products run as such: compile that, though this process has no card.
     modules = {line.module.partition(".")[0] for lines in TABLE.values() for line in lines}
-    for module in modules | {"grouping", "decode_rows", "draw", "packed", "streams"}:
+    for module in modules | {"grouping", "decode_rows", "draw", "packed", "streams", "draft_block"}:
         try:
             kernels = import_module(f"deepinfer.kernels.{module}.triton")
         except ModuleNotFoundError:
@@ -378,6 +408,7 @@ def compile_all(archs: list[int]) -> list[str]:
     made = import_module("deepinfer.kernels.draw.triton")
     drawn(lambda *given: made.draw(*given, LARGEST_UNIFORM), *DRAWN[0])
     made.log_sum_exp(torch.randn(2, 300))
+    drafted(import_module("deepinfer.kernels.draft_block.triton"), made.largest)
     for setting in LAID_OUT:
         laid_out(import_module("deepinfer.kernels.decode_rows.triton").lay_out, *setting)
     made = import_module("deepinfer.kernels.packed.triton")

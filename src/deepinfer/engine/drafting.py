@@ -94,8 +94,15 @@ class Drafter:
                 self._logits[slots, place] = drawn.drawn_from
             return drawn.token_ids
 
+        plain = not self.rejects and names is not None and self._sampler.takes_largest(names)
         tokens, raw, _ = self.model.propose(
-            caches, slots, length - 2, state.last_token[slots], choose, self.num_drafts
+            caches,
+            slots,
+            length - 2,
+            state.last_token[slots],
+            None if plain else choose,
+            self.num_drafts,
+            with_logits=False,
         )
         confidences = 1.0 / (1.0 + torch.exp(-raw / self._temperatures))
         confidences = confidences.nan_to_num(nan=0.0)  # damaged draft blocks only cost time

@@ -15,6 +15,8 @@ from torch import Tensor
 from deepinfer.cache.tensors import Caches
 from deepinfer.config import ModelConfig
 from deepinfer.kernels.cache_io import PagedCache
+from deepinfer.kernels.draft_block import lay_out_block, markov_step
+from deepinfer.kernels.draw import largest
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.rope.tables import window_inv_freq
@@ -92,6 +94,7 @@ class DraftModel:
         first_tokens: Tensor | Sequence[int],
         choose: Choose | None = None,
         num_drafts: int | None = None,
+        with_logits: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draft for S sequences, each behind the token chosen for its position + 1.
 
@@ -102,6 +105,7 @@ class DraftModel:
                       tokens; None takes the largest
         num_drafts    K, drafts to choose, at most the block's size B; None = B. The block has B
                       rows whatever K is, so that fewer drafts are the first of more
+        with_logits   False may leave the logits out
         returns       tokens [S, K+1] int64, column 0 = first_tokens; confidences [S, K] fp32, raw;
                       logits [S, K, V] fp32 with the Markov bias
         A sequence's values do not depend on the others, and shapes do not depend on values.
@@ -113,18 +117,24 @@ class DraftModel:
             torch.as_tensor(value, dtype=torch.int64, device=device)
             for value in (slots, positions, first_tokens)
         )
-        num = slots.shape[0]
-        rows = (last[:, None] + 1 + torch.arange(size, device=device)).flatten()
-        ids = torch.full((num, size), config.dspark_noise_token_id, device=device)
-        ids[:, 0] = first
-        stream, pre = start_streams(self.embed, ids.flatten(), config.hc_mult, self.numerics.dtype)
+        num, window, ring = slots.shape[0], config.sliding_window, caches.layout.ring_length
+        noise, pages = config.dspark_noise_token_id, None
+        if self.paged and ring >= window + size:
+            laid = lay_out_block(slots, last, first, size, window, ring, noise)
+            ids, rows, live = laid.token_ids, laid.positions, laid.live
+            pages = laid.own, laid.seen
+        else:
+            rows = (last[:, None] + 1 + torch.arange(size, device=device)).flatten()
+            ids = torch.full((num, size), noise, device=device)
+            ids[:, 0] = first
+            ids, live = ids.flatten(), (slots > 0).repeat_interleave(size)
+            load, index = self._slots(caches, slots, last)
+        stream, pre = start_streams(self.embed, ids, config.hc_mult, self.numerics.dtype)
         rotation = ops.cos_sin(rows, self._inv_freq)
-        live = None
-        if device.type != "cpu":  # the runner of a card pads with slot 0
-            live = (slots > 0).repeat_interleave(size)
-        step = Pass(config, ops, self.numerics, {False: rotation}, None, live=live)
-        load, index = self._slots(caches, slots, last)
-        pages = self._pages(caches, slots, last, load, index)
+        on_card = device.type != "cpu"  # its runner pads with slot 0
+        step = Pass(
+            config, ops, self.numerics, {False: rotation}, None, live=live if on_card else None
+        )
         opened = Open(stream, pre)
         for i, block in enumerate(self.blocks):
             cache = caches.windows[config.num_hidden_layers + i]
@@ -145,7 +155,10 @@ class DraftModel:
         base = ops.dense_linear(normed, self.head, torch.float32).view(num, size, -1)
         count = size if num_drafts is None else num_drafts
         assert 0 <= count <= size, f"{count} drafts from a block of {size}"
-        return self._choose(first, hidden.view(num, size, -1), base, count, choose)
+        hidden = hidden.view(num, size, -1)
+        if choose is None and not with_logits and self.paged and count:
+            return self._largest(first, hidden, base, count)
+        return self._choose(first, hidden, base, count, choose)
 
     @np.errstate(all="ignore")
     def idle(self) -> None:
@@ -174,25 +187,24 @@ class DraftModel:
         index = torch.where(columns < held + size, index, -1)
         return load.flatten(), index.repeat_interleave(size, dim=0)
 
-    def _pages(
-        self, caches: Caches, slots: Tensor, last: Tensor, load: Tensor, index: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return the ring entries of the block's rows [S*B] and what they see [S*B, W+B] in the
-        rings, in the order of `index`; None unless `paged`, and where a ring does not hold both.
-
-        The block's own entries lie behind the last position, where the next step stores others.
-        """
-        window, size = self.config.sliding_window, self.config.dspark_block_size
-        length = caches.layout.ring_length
-        if not self.paged or length < window + size:
-            return None
-        ahead = last[:, None] + 1 + torch.arange(size, device=slots.device)
-        own = (slots[:, None] * length + ahead % length).flatten()
-        every = torch.cat([load, own])
-        seen = torch.where(index >= 0, every[index.clamp(min=0)], -1)
-        # Rows of slot 0 are padding and may lie anywhere: they store nothing.
-        live = (slots > 0).repeat_interleave(size)
-        return torch.where(live, own, -1), seen
+    def _largest(
+        self, first: Tensor, hidden: Tensor, base: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_choose` of the largest, in few launches and without the logits."""
+        num = first.shape[0]
+        confidences = torch.empty(num, count, dtype=torch.float32, device=first.device)
+        tokens = [first]
+        for row in range(count):
+            markov = markov_step(
+                self.markov_embed,
+                tokens[-1],
+                hidden[:, row],
+                self.confidence.stored,
+                confidences[:, row],
+            )
+            bias = self.ops.dense_linear(markov, self.markov_head, torch.float32)
+            tokens.append(largest(base[:, row], bias)[0])
+        return torch.stack(tokens, 1), confidences, base[:, :0]
 
     def _choose(
         self, first: Tensor, hidden: Tensor, base: Tensor, count: int, choose: Choose | None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.errors import RequestError
+from deepinfer.kernels.draw import largest
 from deepinfer.sampling.host import MASS_ONE, draw_host, filter_host
 from deepinfer.sampling.noise import LARGEST_UNIFORM, STREAM_TARGET
 from deepinfer.sampling.rng import exponential
@@ -271,8 +272,12 @@ class Sampler:
                    may be N: nowhere
         """
         rows = self._rows(slots, positions, on_device)
-        low, high = torch.amin(logits, dim=-1), torch.amax(logits, dim=-1)
-        bad = ~(torch.isfinite(low) & torch.isfinite(high))
+        first: Tensor | None = None
+        if self._fixed:
+            first, bad = largest(logits)
+        else:
+            low, high = torch.amin(logits, dim=-1), torch.amax(logits, dim=-1)
+            bad = ~(torch.isfinite(low) & torch.isfinite(high))
         masked = self._mask(logits, rows, masks)
         if masks is not None:
             bad |= masked.amax(dim=-1) == -math.inf
@@ -283,7 +288,8 @@ class Sampler:
             spoilt = ~(bad | torch.isfinite(most))
             bad |= spoilt
         masked = changed
-        drawn_from, tokens = self._choose(masked, rows, STREAM_TARGET)
+        known = first if masked is logits else None
+        drawn_from, tokens = self._choose(masked, rows, STREAM_TARGET, known)
         tokens = self._force(tokens, rows)
         kept = drawn_from if keep_drawn_from else None
         told = self.logprobs(logits, drawn_from, slots, tokens, on_device)
@@ -374,6 +380,10 @@ class Sampler:
         if self._device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def takes_largest(self, slots: Sequence[int]) -> bool:
+        """Whether drafts of these slots are the largest logits, nothing banned."""
+        return self.plainness(slots) == "greedy" and not self._banned.numel()
 
     def plainness(self, slots: Sequence[int]) -> str | None:
         """Say how rows of these slots are drawn where that takes nothing but numbers kept by slot:
@@ -499,12 +509,17 @@ class Sampler:
             return filter_logits(tempered, top_p, top_k)
         return torch.from_numpy(filter_host(tempered.numpy(), top_p.numpy(), top_k.numpy()))
 
-    def _choose(self, masked: Tensor, rows: _Rows, stream: int) -> tuple[Tensor, Tensor]:
-        """Return the logits each row is drawn from (greedy rows: as given), and the tokens."""
+    def _choose(
+        self, masked: Tensor, rows: _Rows, stream: int, first: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits each row is drawn from (greedy rows: as given), and the tokens.
+
+        first  [N] the largest of each row, where that is known
+        """
         drawn_from = self._tempered(masked, rows)
         greedy = [i for i, slot in enumerate(rows.host) if self._params[slot].temperature == 0]
         if len(greedy) == len(rows.host):
-            return masked, self._largest(masked)
+            return masked, self._largest(masked) if first is None else first
         assert rows.positions is not None
         if not rows.each:
             drawn = draw(drawn_from, self._seed[rows.slots], rows.positions, stream)
@@ -528,7 +543,7 @@ class Sampler:
     def _largest(self, logits: Tensor) -> Tensor:
         """Return the id of the largest logit of each row, the lowest on ties."""
         if self._fixed:
-            return logits.argmax(dim=-1)
+            return largest(logits)[0]
         return torch.from_numpy(logits.numpy().argmax(axis=1))
 
     def _force(self, tokens: Tensor, rows: _Rows) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from deepinfer.kernels.tiles import ceil_div, launch, next_power
 
 _GROUPS = 1024  # of four ids, whose noise is one counter's
+_STRETCH = 4096  # ids that a program compares
 
 
 @triton.jit
@@ -60,6 +61,62 @@ def _best(scores, tokens, out, parts, BP: tl.constexpr):
     token = tl.load(tokens + row * parts + part, part < parts, 2147483647)
     top = tl.max(score, 0)
     tl.store(out + row, tl.min(tl.where(score == top, token, 2147483647), 0).to(tl.int64))
+
+
+@triton.jit
+def _stretch(
+    values, plus, tops, tokens, V, value_row, plus_row, parts,
+    PLUS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest of a stretch of a row, and its id; -1 - id where a value is not finite."""
+    row = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(0)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    held = column < V
+    value = tl.load(values + row * value_row + column, held, float("-inf"))
+    if PLUS:
+        value += tl.load(plus + row * plus_row + column, held, 0.0)
+    bad = tl.max((held & ((value - value) != 0.0)).to(tl.int32), 0)
+    top = tl.max(value, 0)
+    token = tl.min(tl.where((value == top) & held, column, 2147483647), 0)
+    token = tl.minimum(token, V - 1)
+    tl.store(tops + row * parts + part, top)
+    tl.store(tokens + row * parts + part, tl.where(bad != 0, -1 - token, token))
+
+
+@triton.jit
+def _largest(tops, tokens, out, bad, parts, BP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BP)
+    held = part < parts
+    top = tl.load(tops + row * parts + part, held, float("-inf"))
+    token = tl.load(tokens + row * parts + part, held, 2147483647)
+    spoilt = tl.max((token < 0).to(tl.int32), 0)
+    token = tl.where(token < 0, -1 - token, token)
+    best = tl.min(tl.where((top == tl.max(top, 0)) & held, token, 2147483647), 0)
+    first = tl.min(token, 0)  # where nothing equals the largest, which is no number
+    tl.store(out + row, tl.where(best == 2147483647, first, best).to(tl.int64))
+    tl.store(bad + row, spoilt.to(tl.uint8))
+
+
+def largest(values: Tensor, plus: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `draw.largest`."""
+    values = values if values.stride(1) == 1 else values.contiguous()
+    added = values if plus is None else plus if plus.stride(1) == 1 else plus.contiguous()
+    num, width = values.shape
+    tokens = torch.empty(num, dtype=torch.int64, device=values.device)
+    bad = torch.empty(num, dtype=torch.uint8, device=values.device)
+    block = min(_STRETCH, next_power(width))
+    parts = ceil_div(width, block)
+    tops = torch.empty(num, parts, dtype=torch.float32, device=values.device)
+    found = torch.empty(num, parts, dtype=torch.int32, device=values.device)
+    if num:
+        launch(
+            _stretch, (parts, num), values, added, tops, found, width, values.stride(0),
+            added.stride(0), parts, PLUS=plus is not None, BLOCK=block,
+        )  # fmt: skip
+        launch(_largest, (num,), tops, found, tokens, bad, parts, BP=next_power(parts))
+    return tokens, bad.view(torch.bool)
 
 
 @triton.jit
