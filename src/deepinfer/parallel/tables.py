@@ -8,7 +8,6 @@ Source: parallelism specification, 5.
 
 from __future__ import annotations
 
-import logging
 import mmap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.mesh import split_evenly
+from deepinfer.errors import UnsupportedError
 from deepinfer.kernels.quantize import decode_e4m3, decode_ue8m0, repeat_groups
 from deepinfer.parallel.comm import Group, Waitable
 
 __all__ = ["HostRows", "MakeTable", "MappedRows", "Read", "RowTable", "ShardedRows", "mapped_rows"]
-
-_log = logging.getLogger(__name__)
 
 
 class Read(Protocol):
@@ -168,8 +166,9 @@ _READ_ONLY: Final = 8
 
 
 def mapped_rows(device: torch.device) -> MakeTable:
-    """Return what makes tables that the GPU reads in the mapped file, or that a thread reads where
-    it cannot.
+    """Return what makes tables that the GPU reads in the mapped file.
+
+    Making one raises UnsupportedError where the GPU cannot reach the file's pages.
     """
     from deepinfer.kernels.engram.triton import engram_lookup
 
@@ -177,10 +176,12 @@ def mapped_rows(device: torch.device) -> MakeTable:
 
     def make(codes: Tensor, scale: Tensor) -> RowTable:
         with torch.cuda.device(device):
-            if pages.add(codes) and pages.add(scale):
-                return MappedRows(codes, scale, engram_lookup, pages)
-        _log.warning("the GPU cannot reach the mapped Engram tables: a thread reads their rows")
-        return HostRows(codes, scale)
+            if not (pages.add(codes) and pages.add(scale)):
+                raise UnsupportedError(
+                    "parallel.engram_rows mapped: the GPU cannot reach the pages of the mapped "
+                    "tables, or they do not fit into the host's memory; take host"
+                )
+        return MappedRows(codes, scale, engram_lookup, pages)
 
     return make
 
