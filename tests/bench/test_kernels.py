@@ -63,6 +63,8 @@ def test_a_pattern_chooses_by_op_task_and_case() -> None:
         "reference"
     }
     assert list_members("small", "cpu", "no such op") == []
+    some = list_members("small", "cpu", "hyper_mix", skip=[r"hyper_mix.* \| .*cpu$"])
+    assert {m.name for m in some} == {"reference"}
     marked = list_members("real", "sm90", points=GOAL_POINTS)
     assert {(m.task, m.rows) for m in marked} <= GOAL_POINTS
     assert ("top-512", 768) in GOAL_POINTS and ("top-512", 32) not in GOAL_POINTS

@@ -94,7 +94,8 @@ def list_members(
 ) -> list[Member]:
     """Return what can be timed on an architecture; `only` is searched in op, task and case.
 
-    skip    implementations to leave out: "name", or "op/name" of one op
+    skip    implementations to leave out: "name", "op/name" of one op, or a pattern with "|" in
+            it, which is searched in keys of members
     points  (task, rows) to keep, None = all
     """
     found: list[Member] = []
@@ -116,6 +117,9 @@ def list_members(
         from deepinfer.bench.peers import list_peers
 
         found += [p for p in list_peers(shape, arch) if p.name not in skip]
+    for text in skip:
+        if "|" in text:
+            found = [m for m in found if not re.search(text, m.key)]
     pattern = re.compile(only)
     found = [m for m in found if any(map(pattern.search, (m.task, m.op, m.case)))]
     if points is not None:
