@@ -213,7 +213,7 @@ def fitted_link(times: Times, file: Path) -> tuple[Times, str]:
         raise ConfigError(f"{file}: give at least two sizes of symm in a graph, with their bytes")
     sizes = np.array(sorted(points))
     us = np.array([points[int(size)] for size in sizes])
-    slope, start = np.polyfit(sizes, us, 1, w=1 / us)
+    slope, start = (float(each) for each in np.polyfit(sizes, us, 1, w=1 / us))
     link = replace(
         times.fabrics["pair"], dispatch_us=max(0.0, start / 2), combine_us=max(0.0, start / 2),
         bytes_us=1 / slope, how="fitted to exchanges of two GPUs",
