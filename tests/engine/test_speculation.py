@@ -247,6 +247,19 @@ def test_measured_times_move_the_curve() -> None:
     assert planner.slope == 0.0, "never below the curve"
 
 
+def test_what_every_step_takes_is_no_cost_of_rows() -> None:
+    """Two sizes tell a constant from a slope; the constant leaves large steps worth it."""
+    planner = DraftPlanner(2, variable=True, curve=FLAT)
+    for _ in range(64):
+        planner.observe(1, 1, False, 1.0 + 0.5)
+        planner.observe(4, 2, False, 1.0 + 0.5)
+    assert planner.slope == pytest.approx(0.0) and planner.offset_s == pytest.approx(0.5)
+    for _ in range(512):
+        planner.observe(1, 1, False, 1.0 + 0.5 + 0.1)
+        planner.observe(4, 2, False, 1.0 + 0.5 + 0.4)
+    assert planner.slope == pytest.approx(0.1) and planner.offset_s == pytest.approx(0.5)
+
+
 def test_counts() -> None:
     stats = SpeculationStats(3)
     stats.add([((3, 3, 3, 4), (0.9, 0.8, 0.7)), ((3, 2, 0, 1), (0.2, 0.9)), ((0, 0, 0, 1), ())])

@@ -148,6 +148,7 @@ class _Launched:
     plan: StepPlan
     drawing: tuple[RowPlan, ...]
     charged: tuple[tuple[int, int, int], ...]  # slot, its generation, tokens counted at launch
+    begin: torch.cuda.Event | None = None
     event: torch.cuda.Event | None = None
     packed: Tensor | None = None
     confidences: Tensor | None = None
@@ -230,6 +231,7 @@ class DeviceRunner(Runner):
             self._endings = self.state.endings
             self.graphs.forget()
         with torch.inference_mode():
+            begin = self._mark()
             self._prepare_caches(plan)
             self._meet(plan)
             if not plan.rows:
@@ -240,7 +242,16 @@ class DeviceRunner(Runner):
                 launched = self._decode(plan, masks)
             else:
                 launched = self._prefill(plan, masks)
+        launched.begin = begin
         return lambda: self._finish(launched)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """Mark this place of the device's queue, None where there is no queue."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def prepare(self) -> None:
         """Run and record usual steps, of padding, before any other: the largest first, which takes
@@ -595,17 +606,18 @@ class DeviceRunner(Runner):
         launched.packed = _bring(packed)
         launched.confidences = _bring(confidences)
         launched.reports = tuple(_bring(part) for part in reports)
-        if self.device.type == "cuda":
-            launched.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            launched.event.record()
+        launched.event = self._mark()
         return launched
 
     # ---- any thread
 
     def _finish(self, launched: _Launched) -> StepResult:
         """Wait for a step and read its outcome."""
+        device_s = 0.0
         if launched.event is not None:
             launched.event.synchronize()
+            if launched.begin is not None:
+                device_s = launched.begin.elapsed_time(launched.event) * 1e-3
         plan = launched.plan
         if plan.together is not None:
             self.model.check()
@@ -628,7 +640,7 @@ class DeviceRunner(Runner):
                 if row.scored_ids:
                     result = result._replace(prompt_logprobs=scores.get(row.slot))
                 results.append(result)
-        return StepResult(plan.step_id, tuple(results))
+        return StepResult(plan.step_id, tuple(results), device_s)
 
     def _read(self, launched: _Launched, packed: NDArray[Any]) -> dict[int, RowResult]:
         """Return slot -> outcome of the rows that drew."""

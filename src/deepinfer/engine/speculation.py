@@ -400,8 +400,8 @@ class DraftPlanner:
         self._idle = 0
         self._mean: Floats = np.ones(num_drafts)
         self._has_mean = False
-        self._residuals: dict[int, deque[float]] = {}
-        self.slope = 0.0
+        self._residuals: dict[int, deque[tuple[float, int]]] = {}
+        self.slope = self.offset_s = 0.0
         self.stats = SpeculationStats(num_drafts)
         self.note: str | None = None
         self._observed = 0
@@ -429,10 +429,10 @@ class DraftPlanner:
             reach,
             self.curve,
             max_rows=self._max_rows,
-            extra_s=self.curve.draft_s(num),
+            extra_s=self.curve.draft_s(num) + self.offset_s,
             slope=self.slope,
         )
-        plain = float(self.curve.step_s(num, self.slope))
+        plain = float(self.curve.step_s(num, self.slope)) + self.offset_s
         pays = expected * plain > num * seconds
         self._losing = 0 if pays else self._losing + 1
         if self._losing >= self._patience:
@@ -460,13 +460,31 @@ class DraftPlanner:
             return
         key = rows.bit_length()  # sizes of a kind
         self._sizes[key] += 1
-        self._predicted_s += told + self.slope * rows
+        self._predicted_s += told + self.offset_s + self.slope * rows
         self._measured_s += seconds
-        self._residuals.setdefault(key, deque(maxlen=256)).append((seconds - told) / rows)
+        self._residuals.setdefault(key, deque(maxlen=256)).append((seconds - told, rows))
         self._observed += 1
         if self._observed % 32 == 0:
-            medians = [statistics.median(r) for r in self._residuals.values() if len(r) >= 10]
-            self.slope = max(0.0, statistics.median(medians)) if medians else 0.0
+            self._fit()
+
+    def _fit(self) -> None:
+        """Explain what steps take beyond the curve: so much a step, and so much a row.
+
+        A line through the medians of the sizes seen, by the median of its slopes; one size alone
+        has all of it for its rows.
+        """
+        points = [
+            (statistics.median(n for _, n in found), statistics.median(s for s, _ in found))
+            for found in self._residuals.values()
+            if len(found) >= 10
+        ]
+        if len(points) < 2:
+            self.slope = max([0.0, *(beyond / rows for rows, beyond in points)])
+            self.offset_s = 0.0
+            return
+        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(points, 2)]
+        self.slope = max(0.0, statistics.median(slopes))
+        self.offset_s = max(0.0, statistics.median(s - self.slope * n for n, s in points))
 
     def summary(self) -> dict[str, object]:
         """Return the present state, ready for JSON."""
@@ -479,6 +497,7 @@ class DraftPlanner:
             **self.stats.summary(),
             "mean_survival": self._mean.tolist() if self._has_mean else None,
             "extra_seconds_per_row": self.slope,
+            "extra_seconds_per_step": self.offset_s,
             "steps_by_rows": {
                 f"{1 << size - 1}-{(1 << size) - 1}": count
                 for size, count in sorted(self._sizes.items())
@@ -517,10 +536,10 @@ class DraftPlanner:
             np.tile(self._mean, (num, 1)),
             self.curve,
             max_rows=self._max_rows,
-            extra_s=self.curve.draft_s(num),
+            extra_s=self.curve.draft_s(num) + self.offset_s,
             slope=self.slope,
         )
-        plain = float(self.curve.step_s(num, self.slope))
+        plain = float(self.curve.step_s(num, self.slope)) + self.offset_s
         # 2 % better, so that it does not flicker.
         if expected * plain > 1.02 * num * seconds or self._idle >= self._probe_steps:
             self.is_drafting = True
