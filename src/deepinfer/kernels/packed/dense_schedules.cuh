@@ -2,7 +2,6 @@
 // tile, K blocks a stage, stages, blocks a processor, steps decoded ahead.
 DENSE(few_64, 1, 1, 32, 2, 4, 3, 4)
 DENSE(few_128, 2, 1, 32, 2, 4, 2, 4)
-DENSE(few_192, 3, 1, 32, 2, 6, 1, 4)
 DENSE(some_128, 2, 1, 64, 1, 5, 2, 4)
 DENSE(half_128, 2, 1, 96, 1, 4, 2, 2)
 DENSE(step_128, 2, 1, 128, 1, 8, 1, 4)
