@@ -74,7 +74,7 @@ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64) {
 inline u64 read_once() { return 0; }
 inline void group_fence() {}
 inline void group_commit() {}
-inline void group_wait() {}
+inline void products_wait() {}
 inline uint4 load16(u32 at) {
   uint4 v;
   std::memcpy(&v, host::at(at), 16);

@@ -11,6 +11,9 @@ __device__ inline void copy_tokens(u32 target, const TokenMap& map, int column, 
       "l"(&map), "r"(column), "r"(row), "r"(bar)
       : "memory");
 }
+__device__ inline void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
 __device__ inline void expect_map(const TokenMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

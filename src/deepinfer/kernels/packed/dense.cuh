@@ -218,7 +218,7 @@ struct Dense {
       }
     }
     keep_in_place(then);
-    group_wait();
+    products_wait();
     if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
     if constexpr (UNIT + 1 < UNITS)
       unit<N, UNIT + 1>(sums, then, now, stage, more, ring, tokens, weights, full, empty);
