@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import draft_block, grouping, tiles
+from deepinfer.kernels import draft_block, grouping, tiles, turn
 from deepinfer.kernels import streams as plain_streams
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
@@ -195,6 +195,44 @@ def drafted(blocks, choose) -> list[Tensor]:
     return [*laid, rows, confidence.round(decimals=2), ids, bad, *more]
 
 
+def turned(module, drafts: int, plain: bool, given: bool) -> list[Tensor]:
+    """Rows spread, a step ended and drafts kept, on the state of six slots."""
+    generator = torch.Generator().manual_seed(9)
+
+    def ids(*shape: int) -> Tensor:
+        return torch.randint(0, 4, shape, generator=generator)
+
+    state = turn.Slots(
+        length=torch.tensor([0, 9, 20, 7, 30, 12]),
+        last_token=ids(6),
+        alive=torch.tensor([False, True, True, True, True, False]),
+        limit=torch.tensor([0, 11, 40, 50, 60, 70]),
+        drafts=ids(6, drafts),
+        num_drafts=ids(6).clamp(max=drafts),
+        confidences=torch.rand(6, drafts, generator=generator),
+        endings=torch.tensor([[-1, -1], [-1, -1], [2, -1], [-1, -1], [3, 1], [0, -1]]),
+    )
+    slots = torch.tensor([4, 1, 5, 2, 3, 0, 0])
+    asked = None if plain else ids(7).clamp(max=drafts)
+    rows = len(slots) if plain else 3 * len(slots)
+    valid = torch.tensor([1, 0, 0, 1, 0, 0, 0]) if given else None
+    laid = module.spread(slots, state, rows, asked, valid)
+    tokens, bad = ids(rows), torch.rand(rows, generator=generator) < 0.2
+    packed = torch.full((len(slots), turn.FIXED + 1 + 3 * drafts), -7)
+    module.finish(state, laid, tokens, bad, packed)
+    fresh = None, None
+    if drafts and not given:
+        raw = torch.randn(len(slots), drafts, generator=generator)
+        raw[0] = float("nan")
+        fresh = ids(len(slots), drafts + 1)[:, 1:], raw
+    temperatures = torch.linspace(0.5, 2.0, drafts) if drafts else None
+    sure = module.keep_drafts(state, laid.held, *fresh, temperatures, packed)
+    real = state.confidences[1:].clone(), sure[laid.held > 0]
+    integers = (part[1:] for part in state if part.dtype != torch.float32)
+    return [*laid, packed[laid.held > 0], *integers, *(part.round(decimals=5) for part in real)]
+
+
+TURNED = [(3, False, False), (3, False, True), (0, True, False), (2, True, False)]
 DRAWN = [(5, 288, 0), (3, 5001, 1), (9, 10, 0)]
 
 
@@ -307,6 +345,11 @@ def run(seed: int) -> list[str]:
     for at, (mine, want) in enumerate(pairs):
         if not torch.equal(mine, want):
             failures.append(f"drafts {at}: other values")
+    twin = import_module("deepinfer.kernels.turn.triton")
+    for setting in TURNED:
+        for at, pair in enumerate(zip(turned(twin, *setting), turned(turn, *setting), strict=True)):
+            if not torch.equal(*pair):
+                failures.append(f"turn {setting}, {at}: other values")
     rows = torch.randn(5, 3001, generator=torch.Generator().manual_seed(seed)) * 9
     rows[1, ::2] = float("-inf")
     if not torch.allclose(twin.log_sum_exp(rows), torch.logsumexp(rows, 1, True), atol=1e-5):
@@ -377,7 +420,15 @@ def compile_all(archs: list[int]) -> list[str]:
 
     # On a card bf16 products run as such: compile that, though this process has no card.
     modules = {line.module.partition(".")[0] for lines in TABLE.values() for line in lines}
-    for module in modules | {"grouping", "decode_rows", "draw", "packed", "streams", "draft_block"}:
+    for module in modules | {
+        "grouping",
+        "decode_rows",
+        "draw",
+        "packed",
+        "streams",
+        "draft_block",
+        "turn",
+    }:
         try:
             kernels = import_module(f"deepinfer.kernels.{module}.triton")
         except ModuleNotFoundError:
@@ -409,6 +460,8 @@ def compile_all(archs: list[int]) -> list[str]:
     drawn(lambda *given: made.draw(*given, LARGEST_UNIFORM), *DRAWN[0])
     made.log_sum_exp(torch.randn(2, 300))
     drafted(import_module("deepinfer.kernels.draft_block.triton"), made.largest)
+    for setting in TURNED:
+        turned(import_module("deepinfer.kernels.turn.triton"), *setting)
     for setting in LAID_OUT:
         laid_out(import_module("deepinfer.kernels.decode_rows.triton").lay_out, *setting)
     made = import_module("deepinfer.kernels.packed.triton")

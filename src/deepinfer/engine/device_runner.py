@@ -39,11 +39,12 @@ from deepinfer.engine.plan import (
 from deepinfer.engine.runner import NOT_FINITE, Runner, StepModel
 from deepinfer.engine.sizing import Sizes
 from deepinfer.engine.state import SlotState
+from deepinfer.kernels.turn import FIXED, StepRows, finish, keep_drafts, spread, usable
 from deepinfer.model.fast.device_rows import device_inputs, layout_form
 from deepinfer.model.fast.inputs import ReplayMode, SequenceRows, build_inputs
 from deepinfer.model.fast.model import FastModel
 from deepinfer.sampling.sampler import Sampled, Sampler, TokenMasks
-from deepinfer.sampling.speculative import Windows, accept_equal, split_budget
+from deepinfer.sampling.speculative import split_budget
 
 __all__ = ["DeviceRunner", "make_runner", "settle"]
 
@@ -51,9 +52,6 @@ IntArray = NDArray[np.int64]
 
 _PREPARE_S = 6.0
 """Seconds that usual steps are recorded for at the start, at most one step more."""
-
-_FIXED = 9
-"""Columns of an outcome in front of tokens and drafts."""
 
 
 def make_runner(
@@ -119,26 +117,10 @@ def settle(model: FastModel, layout: CacheLayout) -> None:
 
 
 class _Rows(NamedTuple):
-    """B sequences and their T rows on the device; rows of none belong to slot 0.
+    """B sequences and their T rows on the device, and positions [T] of the tokens to draw."""
 
-    live       [B]  sequences that run: the device has not ended them
-    slots      [B]  their slots, 0 for the others
-    windows         rows of each sequence
-    row_slots  [T]
-    positions  [T]  of the tokens to draw
-    start      [B]  position of each sequence's first row
-    last       [B]  the token of that row
-    proposed   [B]  drafts that each had
-    """
-
-    live: Tensor
-    slots: Tensor
-    windows: Windows
-    row_slots: Tensor
+    step: StepRows
     positions: Tensor
-    start: Tensor
-    last: Tensor
-    proposed: Tensor
 
 
 @dataclass(slots=True)
@@ -382,7 +364,7 @@ class DeviceRunner(Runner):
         found = _unflatten(flat)
         allowed = None
         if plan.needs_masks:
-            allowed = self._allowed(masks(), plan, found.windows, key.rows)
+            allowed = self._allowed(masks(), plan, found.step, key.rows)
         return self._send(launched, *self._draw_all(found, logits, names, allowed, key.propose))
 
     def _give(self, rows: Sequence[RowPlan], asked: Sequence[int], budget: int) -> None:
@@ -400,31 +382,19 @@ class DeviceRunner(Runner):
         """Work out a step's rows and run the model on them; returns logits [T, V]."""
         state, device = self.state, self.device
         slots = self._given[4 : 4 + key.sequences]
-        live = state.alive[slots] & (slots > 0)
-        held = torch.where(live, slots, 0)
+        asked = valid = None
         if key.drafted:
             begin = 4 + self._most_sequences
             asked = self._given[begin : begin + key.sequences]
-            # The last token of the limit is never fed, and the row before it draws it.
-            room = state.limit[held] - state.length[held] - 1
-            valid = torch.minimum(torch.minimum(asked, state.num_drafts[held]), room)
-            valid = torch.where(live, valid.clamp(min=0), 0)
             if key.budgeted:
-                valid = split_budget(state.confidences[held], valid, self._given[0])
-            counts = torch.where(live, valid + 1, 0)
-            ends = counts.cumsum(0)
-            row = torch.arange(key.rows, device=device)
-            owner = torch.searchsorted(ends, row, right=True).clamp(max=key.sequences - 1)
-            real = row < ends[-1]
-            row_slots = torch.where(real, held[owner], 0)
-            places = torch.where(real, row - (ends - counts)[owner], 0)
-            first = (ends - counts).clamp(max=key.rows - 1)
-        else:
-            valid, places = torch.zeros_like(slots), torch.zeros_like(slots)
-            row_slots, first = held, torch.arange(key.sequences, device=device)
+                live = state.alive[slots] & (slots > 0)
+                held = torch.where(live, slots, 0)
+                most = usable(state.tensors, live, held, asked)
+                valid = split_budget(state.confidences[held], most, self._given[0])
+        rows = spread(slots, state.tensors, key.rows, asked, valid)
         inputs = device_inputs(
-            row_slots,
-            places,
+            rows.row_slots,
+            rows.places,
             state.length,
             state.last_token,
             state.drafts,
@@ -434,18 +404,7 @@ class DeviceRunner(Runner):
         )
         every = torch.arange(key.rows, device=device)
         logits = self.model.forward(inputs, self.caches, every)
-        windows = Windows(first, state.drafts[held], valid)
-        rows = _Rows(
-            live,
-            held,
-            windows,
-            row_slots,
-            inputs.positions + 1,
-            state.length[held] - 1,
-            state.last_token[held],
-            state.num_drafts[held],
-        )
-        return logits, rows
+        return logits, _Rows(rows, inputs.positions + 1)
 
     def _whole(self, key: StepKey, names: Sequence[int]) -> tuple[Tensor, ...]:
         """A step from its slots to its packed outcome."""
@@ -464,7 +423,7 @@ class DeviceRunner(Runner):
         return (logits, *_flatten(rows))
 
     def _allowed(
-        self, masks: Masks | None, plan: StepPlan, windows: Windows, num_rows: int
+        self, masks: Masks | None, plan: StepPlan, step: StepRows, num_rows: int
     ) -> TokenMasks | None:
         """Bring grammar masks over; a draft that is not verified has no row."""
         if masks is None or not masks.rows:
@@ -475,7 +434,7 @@ class DeviceRunner(Runner):
         owner = put(np.array([place[idx] for idx, _ in masks.rows], dtype=np.int64))
         draft = put(np.array([at for _, at in masks.rows], dtype=np.int64))
         put.flush()
-        rows = torch.where(draft <= windows.counts[owner], windows.first[owner] + draft, num_rows)
+        rows = torch.where(draft <= step.valid[owner], step.first[owner] + draft, num_rows)
         bits = torch.from_numpy(masks.bits.view(np.int32))
         if self.device.type == "cuda" and not bits.is_pinned():
             bits = bits.pin_memory()
@@ -529,19 +488,11 @@ class DeviceRunner(Runner):
             return self._send(launched, None, None, ())
         first = torch.arange(len(drawing), device=self.device)
         zero = torch.zeros_like(slots)
-        found = _Rows(
-            torch.ones_like(slots, dtype=torch.bool),
-            slots,
-            Windows(first, self.state.drafts[slots], zero),
-            slots,
-            positions,
-            positions - 1,
-            zero,
-            zero,
-        )
+        live = torch.ones_like(slots, dtype=torch.bool)
+        found = _Rows(StepRows(live, slots, zero, first, slots, zero), positions)
         allowed = None
         if plan.needs_masks:
-            allowed = self._allowed(masks(), plan, found.windows, len(drawing))
+            allowed = self._allowed(masks(), plan, found.step, len(drawing))
         names = sorted({row.slot for row in drawing})
         propose = self.drafter is not None and plan.propose
         return self._send(
@@ -563,37 +514,21 @@ class DeviceRunner(Runner):
         Returns the outcome [B, columns] int64, confidences of the new drafts [B, K] or None, and
         what was reported of each row, if anything.
         """
+        step, state = rows.step, self.state.tensors
         sampled: Sampled = self.sampler.sample(
-            logits, names, rows.positions, allowed, on_device=rows.row_slots
+            logits, names, rows.positions, allowed, on_device=step.row_slots
         )
-        accepted, emitted = accept_equal(sampled.token_ids, rows.windows)
-        # A row whose logits are bad is drawn again in the next step, as the first of its own.
-        good = (~sampled.bad[rows.windows.rows()]).long().cumprod(dim=1).sum(dim=1)
-        failed = good == 0
-        accepted = torch.minimum(accepted, (good - 1).clamp(min=0))
-        self.state.advance(rows.slots, emitted, accepted, failed, rows.live)
-        if propose and self.drafter is not None:
-            self.drafter.propose(self.caches, rows.slots, names)
-        state = self.state
-        numbers = (
-            accepted,
-            failed,
-            rows.live,
-            rows.windows.counts,
-            rows.proposed,
-            rows.start,
-            rows.last,
-            rows.windows.first,
-            state.num_drafts[rows.slots],
-        )
-        assert len(numbers) == _FIXED
-        parts = [torch.stack([n.long() for n in numbers], dim=1), emitted]
+        columns = FIXED + 1 + 3 * state.drafts.shape[1]
+        packed = torch.empty(len(step.held), columns, dtype=torch.int64, device=self.device)
+        finish(state, step, sampled.token_ids, sampled.bad, packed)
         confidences = None
         if self.drafter is not None:
-            parts += [rows.windows.drafts, state.drafts[rows.slots]]
-            confidences = state.confidences[rows.slots]
-        reports = (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-        return torch.cat(parts, dim=1), confidences, reports
+            drafts: tuple[Tensor | None, Tensor | None] = (None, None)
+            if propose:
+                drafts = self.drafter.draft(self.caches, step.held, names)
+            temperatures = self.drafter.temperatures
+            confidences = keep_drafts(state, step.held, *drafts, temperatures, packed)
+        return packed, confidences, (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
 
     def _send(
         self,
@@ -645,9 +580,9 @@ class DeviceRunner(Runner):
     def _read(self, launched: _Launched, packed: NDArray[Any]) -> dict[int, RowResult]:
         """Return slot -> outcome of the rows that drew."""
         drafts = self.state.drafts.shape[1]
-        numbers = packed[:, :_FIXED].tolist()
-        emitted = packed[:, _FIXED : _FIXED + 1 + drafts].tolist()
-        begin = _FIXED + 1 + drafts
+        numbers = packed[:, :FIXED].tolist()
+        emitted = packed[:, FIXED : FIXED + 1 + drafts].tolist()
+        begin = FIXED + 1 + drafts
         before = packed[:, begin : begin + drafts].tolist()
         following = packed[:, begin + drafts : begin + 2 * drafts].tolist()
         told = None if launched.confidences is None else launched.confidences.tolist()
@@ -711,10 +646,9 @@ def _bring(tensor: Tensor | None) -> Tensor | None:
 
 
 def _flatten(rows: _Rows) -> tuple[Tensor, ...]:
-    live, slots, windows, *rest = rows
-    return (live, slots, windows.first, windows.drafts, windows.counts, *rest)
+    return (*rows.step, rows.positions)
 
 
 def _unflatten(parts: Sequence[Tensor]) -> _Rows:
-    live, slots, first, drafts, counts, *rest = parts
-    return _Rows(live, slots, Windows(first, drafts, counts), *rest)
+    *step, positions = parts
+    return _Rows(StepRows(*step), positions)

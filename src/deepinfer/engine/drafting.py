@@ -55,7 +55,7 @@ class Drafter:
         self._sampler = sampler
         self._state = state
         device = state.length.device
-        self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
+        self.temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
         self._logits: Tensor | None = None
         if self.rejects:
             shape = (*state.drafts.shape, model.config.vocab_size)
@@ -76,6 +76,18 @@ class Drafter:
             wanted = wanted[wanted]
         if not len(slots):
             return False
+        tokens, raw = self.draft(caches, slots, names)
+        confidences = 1.0 / (1.0 + torch.exp(-raw / self.temperatures))
+        confidences = confidences.nan_to_num(nan=0.0)  # damaged draft blocks only cost time
+        counts = torch.where(wanted, room.clamp(0, self.num_drafts), 0)
+        state.propose(slots, tokens, counts, confidences)
+        return True
+
+    def draft(
+        self, caches: Caches, slots: Tensor, names: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return drafts [N, K] and their raw confidences for slots as of `propose`."""
+        state = self._state
         length = state.length[slots]
         on_device = None if names is None else slots
         known = slots.tolist() if names is None else names
@@ -104,11 +116,7 @@ class Drafter:
             self.num_drafts,
             with_logits=False,
         )
-        confidences = 1.0 / (1.0 + torch.exp(-raw / self._temperatures))
-        confidences = confidences.nan_to_num(nan=0.0)  # damaged draft blocks only cost time
-        counts = torch.where(wanted, room.clamp(0, self.num_drafts), 0)
-        state.propose(slots, tokens[:, 1:], counts, confidences)
-        return True
+        return tokens[:, 1:], raw
 
     def accept(
         self, batch: Batch, logits: Tensor, sampled: Sampled

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.engine.plan import Admission
+from deepinfer.kernels.turn import Slots
 
 __all__ = ["SlotState"]
 
@@ -42,6 +43,20 @@ class SlotState:
         self.num_drafts = zeros(num_slots)
         self.confidences = zeros(num_slots, num_drafts, dtype=torch.float32)
         self.endings = zeros(num_slots, _FEW_ENDINGS) - 1
+
+    @property
+    def tensors(self) -> Slots:
+        """What kernels read and write; `endings` may be replaced."""
+        return Slots(
+            self.length,
+            self.last_token,
+            self.alive,
+            self.limit,
+            self.drafts,
+            self.num_drafts,
+            self.confidences,
+            self.endings,
+        )
 
     def admit(self, admission: Admission) -> None:
         """Give a slot to a sequence."""
