@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import draft_block, grouping, tiles, turn
+from deepinfer.kernels import draft_block, grouping, pool_pairs, tiles, turn
 from deepinfer.kernels import streams as plain_streams
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
@@ -232,6 +232,21 @@ def turned(module, drafts: int, plain: bool, given: bool) -> list[Tensor]:
     return [*laid, packed[laid.held > 0], *integers, *(part.round(decimals=5) for part in real)]
 
 
+def pooled(module, dtype: torch.dtype) -> list[Tensor]:
+    """Pairs of a decode step pooled, one half from the ring, and what the ring holds then."""
+    generator = torch.Generator().manual_seed(5)
+    both = torch.randn(6, 112, generator=generator) * 3
+    gate, value = both.chunk(2, 1)
+    ring = torch.randn(4, 7, 2, 56, generator=generator)
+    ring[0] = float("nan")  # of nobody
+    load = torch.tensor([9, -1, -1, 20, 8, 23])
+    rows = torch.tensor([[6, 0], [7, 6], [8, 7], [9, 3], [10, 4], [11, 5]])
+    emit, norm = torch.tensor([0, 2, 3, 5]), torch.rand(56, generator=generator)
+    out = module.pool_pairs(gate, value, ring, load, rows, emit, norm, 1e-20, dtype)
+    module.keep_tail(gate, value, ring, torch.tensor([10, 11, 21]), torch.tensor([1, 2, 3]))
+    return [out, ring[1:]]
+
+
 TURNED = [(3, False, False), (3, False, True), (0, True, False), (2, True, False)]
 DRAWN = [(5, 288, 0), (3, 5001, 1), (9, 10, 0)]
 
@@ -345,6 +360,11 @@ def run(seed: int) -> list[str]:
     for at, (mine, want) in enumerate(pairs):
         if not torch.equal(mine, want):
             failures.append(f"drafts {at}: other values")
+    twin = import_module("deepinfer.kernels.pool_pairs.triton")
+    for dtype in (torch.bfloat16, torch.float32):
+        for mine, want in zip(pooled(twin, dtype), pooled(pool_pairs, dtype), strict=True):
+            if not torch.allclose(mine.float(), want.float(), rtol=8e-3, atol=1e-6):
+                failures.append(f"pool_pairs {dtype}: other values")
     twin = import_module("deepinfer.kernels.turn.triton")
     for setting in TURNED:
         for at, pair in enumerate(zip(turned(twin, *setting), turned(turn, *setting), strict=True)):
@@ -462,6 +482,7 @@ def compile_all(archs: list[int]) -> list[str]:
     drafted(import_module("deepinfer.kernels.draft_block.triton"), made.largest)
     for setting in TURNED:
         turned(import_module("deepinfer.kernels.turn.triton"), *setting)
+    pooled(import_module("deepinfer.kernels.pool_pairs.triton"), torch.bfloat16)
     for setting in LAID_OUT:
         laid_out(import_module("deepinfer.kernels.decode_rows.triton").lay_out, *setting)
     made = import_module("deepinfer.kernels.packed.triton")

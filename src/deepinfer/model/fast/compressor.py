@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config import LayerConfig
+from deepinfer.kernels.pool_pairs import keep_tail, pool_pairs
 from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import CompressorWeights
 
@@ -21,16 +22,19 @@ def compress_step(step: Step, layer: LayerConfig, weights: CompressorWeights, x:
     ops, config, inputs, caches = step.ops, step.config, step.inputs, step.caches
     ratio, context = inputs.ratios[layer.ratio], inputs.context
     shared = None if context is None else context.entries.get(layer.ratio)
+    normed = False
     if weights.wgate is None:
         pooled = ops.dense_linear(x, weights.wkv, x.dtype)
         if ratio.emit_rows.shape[0] != x.shape[0]:
             pooled = pooled[ratio.emit_rows]
+    elif step.fuses and inputs.decode and context is None:
+        pooled, normed = _pool_directly(step, layer, weights, x), True
     else:
         pooled = _pool(step, layer, weights, x).to(x.dtype)
     if not ratio.emit_entries.shape[0]:
         return
     latent = pooled
-    if pooled.shape[0]:
+    if pooled.shape[0] and not normed:
         latent = ops.rms_norm(pooled, weights.norm, config.rms_norm_eps)
     if shared is not None:
         latent = shared(latent)
@@ -45,6 +49,23 @@ def compress_step(step: Step, layer: LayerConfig, weights: CompressorWeights, x:
     key = ops.rotate_tail(ops.rms_norm(key, weights.index_k_norm, eps), cos, sin)
     ops.cache_store(index, key, entries)
     ops.cache_store(main, ops.rotate_tail(latent, cos, sin), entries)
+
+
+def _pool_directly(step: Step, layer: LayerConfig, weights: CompressorWeights, x: Tensor) -> Tensor:
+    """As `_pool` and the norm behind it, for the rows of a decode step in few launches."""
+    ops, inputs = step.ops, step.inputs
+    assert weights.wgate is not None and inputs.tail is not None and layer.ratio == 2
+    if weights.wgate_wkv is not None:
+        gate, value = ops.dense_linear(x, weights.wgate_wkv, torch.float32).chunk(2, dim=1)
+    else:
+        gate, value = (
+            ops.dense_linear(x, weight, torch.float32) for weight in (weights.wgate, weights.wkv)
+        )
+    ring, tail = step.caches.tails[layer.layer_id], inputs.tail
+    emit, eps = inputs.ratios[2].emit_rows, step.config.rms_norm_eps
+    pooled = pool_pairs(gate, value, ring, tail.load, tail.rows, emit, weights.norm, eps, x.dtype)
+    keep_tail(gate, value, ring, tail.store, tail.store_rows)
+    return pooled
 
 
 def _pool(step: Step, layer: LayerConfig, weights: CompressorWeights, x: Tensor) -> Tensor:

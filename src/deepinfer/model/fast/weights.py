@@ -43,13 +43,17 @@ class HyperWeights:
 
 @dataclass(frozen=True, slots=True)
 class CompressorWeights:
-    """Pools the KV of a layer that owns compressed entries; `wgate` is None for ratio 1."""
+    """Pools the KV of a layer that owns compressed entries; `wgate` is None for ratio 1.
+
+    wgate_wkv  both, stacked in rows, where they lie in memory like that
+    """
 
     wkv: DenseWeight
     wgate: DenseWeight | None
     norm: Tensor
     index_wk: DenseWeight
     index_k_norm: Tensor
+    wgate_wkv: DenseWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +258,22 @@ class Loader:
     def _compressor(self, name: str, layer: LayerConfig) -> CompressorWeights | None:
         if not layer.owns_kv:
             return None
+        wkv, both = self.dense(f"{name}.compressor.wkv.weight"), None
+        wgate = self.dense(f"{name}.compressor.wgate.weight") if layer.ratio > 1 else None
+        if wgate is not None and self.device.type != "cpu":
+            stored = torch.cat([wgate.stored, wkv.stored])
+            whole = None if wkv.dense is None else stored
+            both = DenseWeight(stored, whole)
+            wgate, wkv = (
+                DenseWeight(part, None if whole is None else part) for part in stored.chunk(2)
+            )
         return CompressorWeights(
-            wkv=self.dense(f"{name}.compressor.wkv.weight"),
-            wgate=self.dense(f"{name}.compressor.wgate.weight") if layer.ratio > 1 else None,
+            wkv=wkv,
+            wgate=wgate,
             norm=self.norm(f"{name}.compressor.norm.weight"),
             index_wk=self.dense(f"{name}.indexer.wk.weight"),
             index_k_norm=self.norm(f"{name}.indexer.k_norm.weight"),
+            wgate_wkv=both,
         )
 
     def _indexer(self, name: str) -> IndexerWeights:
