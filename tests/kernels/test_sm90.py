@@ -21,6 +21,8 @@ from deepinfer.kernels import nvcc
 from deepinfer.kernels.cache_io import PagedCache
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cache_io.reference import cache_store
+from deepinfer.kernels.expert_linear import gate as expert_gate
+from deepinfer.kernels.expert_linear.reference import swiglu
 from deepinfer.kernels.hyper.reference import hyper_collapse, hyper_expand, hyper_mix
 from deepinfer.kernels.hyper_site import SiteWeights
 from deepinfer.kernels.hyper_site import sm90 as site
@@ -37,7 +39,14 @@ from deepinfer.kernels.topk import sm90 as topk
 
 SOURCES = {
     f"{source.parent.name}_{source.stem}": source
-    for source in (topk.SOURCE, index.SOURCE, site.SOURCE, rope.SOURCE, quantize.SOURCE)
+    for source in (
+        topk.SOURCE,
+        index.SOURCE,
+        site.SOURCE,
+        rope.SOURCE,
+        quantize.SOURCE,
+        expert_gate.SOURCE,
+    )
 }
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -283,6 +292,22 @@ def test_rounding_equals_the_reference(seed: int) -> None:
     for values in (x, every, every.T.contiguous().view(-1, 32)[:999]):
         got, want = quantize.round_trip(values, "act8"), round_trip(values, "act8")
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+@needs_gcc
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("limit", [0.0, 1.5])
+def test_gates_equal_the_reference(limit: float, weighted: bool, seed: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    both = 3 * torch.randn(3, 2 * 1312, generator=gen).bfloat16()
+    gate, up = both[:, :1312], both[:, 1312:]
+    weight = torch.rand(3, generator=gen) if weighted else None
+    assert expert_gate.accepts(gate, up)
+    got, want = (f(gate, up, limit, weight) for f in (expert_gate.swiglu, swiglu))
+    assert ((got.double() - want.double()).abs() <= 2**-7 * want.double().abs()).all()
+    assert (got != want).double().mean() < 1e-3
+    assert torch.equal(expert_gate.swiglu(gate, up, limit, weight, True), round_trip(got, "act8"))
 
 
 def test_all_blocks_run_at_once() -> None:
