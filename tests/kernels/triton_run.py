@@ -440,15 +440,8 @@ def compile_all(archs: list[int]) -> list[str]:
 
     # On a card bf16 products run as such: compile that, though this process has no card.
     modules = {line.module.partition(".")[0] for lines in TABLE.values() for line in lines}
-    for module in modules | {
-        "grouping",
-        "decode_rows",
-        "draw",
-        "packed",
-        "streams",
-        "draft_block",
-        "turn",
-    }:
+    helpers = "grouping decode_rows draw packed streams draft_block turn pool_pairs".split()
+    for module in modules | set(helpers):
         try:
             kernels = import_module(f"deepinfer.kernels.{module}.triton")
         except ModuleNotFoundError:
