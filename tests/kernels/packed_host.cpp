@@ -7,6 +7,7 @@
 
 #define __ldg(p) (*(p))
 #define __grid_constant__
+#define __forceinline__
 using std::size_t;
 typedef unsigned u32;
 typedef unsigned long long u64;
@@ -73,36 +74,6 @@ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64) {
   host::barrier(bar).bytes -= bytes;
   host::barrier(bar).settle();
 }
-struct Map {
-  const unsigned char* base = nullptr;
-  long width = 0, rows = 0, stride = 0;
-  int box = 0;
-};
-// A box of rows of 128 bytes, swizzled, to all blocks of a cluster.
-inline void copy_box(u32 target, const Map& map, int column, int row, u32 bar, int blocks) {
-  if (target % 1024 || column % 16) std::abort();
-  for (int b = 0; b < blocks; ++b) {
-    host::Block* to = &host::first_of_cluster() + b;
-    const auto start = reinterpret_cast<uintptr_t>(to->shared.data());
-    unsigned char* shared = to->shared.data() + (1024 - start % 1024) % 1024;
-    for (int r = 0; r < map.box; ++r)
-      for (int piece = 0; piece < 8; ++piece) {
-        unsigned char* at = shared + target + r * 128 + ((piece ^ (r & 7)) << 4);
-        if (row + r < map.rows)
-          std::memcpy(at, map.base + (row + r) * map.stride + column + piece * 16, 16);
-        else
-          std::memset(at, 0, 16);
-      }
-    host::Barrier& told = host::held_barriers[{to, bar}];
-    told.bytes -= map.box * 128;
-    told.settle();
-  }
-}
-inline void barrier_arrive_at(u32 bar, int rank) {
-  host::Barrier& told = host::held_barriers[{&host::first_of_cluster() + rank, bar}];
-  if (--told.pending < 0) std::abort();
-  told.settle();
-}
 inline u64 read_once() { return 0; }
 inline void copy16(u32 target, const void* source) {
   if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16) std::abort();
@@ -114,7 +85,8 @@ template <int N>
 void copies_wait() {}
 inline void group_fence() {}
 inline void group_commit() {}
-inline void group_wait() {}
+template <int N>
+void group_wait() {}
 inline uint4 load16(u32 at) {
   uint4 v;
   std::memcpy(&v, host::at(at), 16);
@@ -140,14 +112,14 @@ inline void load_matrices(u32 at, u32* v) {
 template <class T>
 void keep_in_place(T&) {}
 inline void store4(u32 at, float v) { std::memcpy(host::at(at), &v, 4); }
-inline void store_tiles(u32 at, const u32* tiles, int count) {
+inline void store_transposed(u32 at, u32 first, u32 second) {
   static std::map<const host::Block*, std::vector<std::array<u32, 3>>> all;
   auto& rows = all[&host::block()];
   rows.resize(1024);
   const int self = host::thread(), warp = self / 32 * 32, lane = self % 32;
-  rows[self] = {at, tiles[0], tiles[count - 1]};
+  rows[self] = {at, first, second};
   host::warp_wait();
-  for (int tile = 0; tile < count; ++tile)
+  for (int tile = 0; tile < 2; ++tile)
     for (int i = 0; i < 2; ++i) {  // this lane holds row lane / 4, columns 2 (lane % 4) + i
       const int column = lane % 4 * 2 + i;
       const uint16_t v = uint16_t(rows[self][1 + tile] >> (16 * i));
@@ -155,11 +127,6 @@ inline void store_tiles(u32 at, const u32* tiles, int count) {
     }
   host::warp_wait();
 }
-inline void store_transposed(u32 at, u32 first, u32 second) {
-  const u32 tiles[2] = {first, second};
-  store_tiles(at, tiles, 2);
-}
-inline void store_transposed(u32 at, u32 only) { store_tiles(at, &only, 1); }
 inline void load_remote(u32 at, int rank, float& first, float& second) {
   std::vector<unsigned char>& shared = (&host::first_of_cluster() + rank)->shared;
   const auto start = reinterpret_cast<uintptr_t>(shared.data());
@@ -174,6 +141,11 @@ inline void cluster_barrier() {
 }
 inline void named_barrier(int id, int threads) {
   host::wait(host::gates[{&host::block(), u32(id)}], threads);
+}
+inline void named_barrier_arrive(int id, int threads) {
+  host::Gate& gate = host::gates[{&host::block(), u32(id)}];
+  ++host::progress;
+  if (++gate.waiting == threads) gate.waiting = 0, ++gate.turn;
 }
 inline void barriers_ready() {}
 inline void shared_to_products() {}
@@ -270,17 +242,15 @@ namespace {
 
 template <class K>
 int run_blocks(const Args& a, int blocks, int cluster) {
-  const Map map = {a.x, a.inputs * (K::FP8 ? 1 : 2), a.rows, a.x_row_bytes, K::BOX};
   host::cluster = cluster;
   host::held_barriers.clear();
   host::gates.clear();
   host::launch(
       blocks, K::THREADS, K::SHARED,
       [&] {
-        K::run(a, map);
+        K::run(a);
         if (cluster == 1) return;
         cluster_barrier();
-        if (K::BOX) return;
         K::finish(a);
         cluster_barrier();
       },
@@ -295,13 +265,11 @@ int run_blocks(const Args& a, int blocks, int cluster) {
                       const void* weight, const void* row_scale, const void* offsets, void* out,  \
                       long long experts, long long outputs, long long inputs, long long x_row,    \
                       long long rows, long long part, long long out_row, long long least,         \
-                      long long most, const void* routed, double limit, long long quantize,       \
-                      long long blocks, long long cluster, void*) {                               \
+                      long long most, long long blocks, long long cluster, void*) {               \
     Args a = {(const unsigned char*)x, (const float*)token_scale, (const long long*)source,             \
               (const unsigned char*)weight, (const float*)row_scale, (const long long*)offsets,         \
               (unsigned short*)out, int(experts), int(outputs), int(inputs), int(x_row),          \
-              int(rows), int(part), int(out_row), int(least), int(most), (const float*)routed,    \
-              float(limit), int(quantize)};                                                       \
+              int(rows), int(part), int(out_row), int(least), int(most)};                         \
     return run_blocks<Kernel<__VA_ARGS__>>(a, int(blocks), int(cluster));                         \
   }
 #include "../../src/deepinfer/kernels/packed/schedules.cuh"

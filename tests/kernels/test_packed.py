@@ -17,7 +17,7 @@ from deepinfer.kernels.expert_linear.reference import dequantize_rows, swiglu
 from deepinfer.kernels.linear.reference import dequantize_blocks
 from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, pack_fp8
 from deepinfer.kernels.packed.kept import _kept, kept_fp4, kept_fp8, repack_fp4
-from deepinfer.kernels.packed.run import SOURCE, schedule
+from deepinfer.kernels.packed.run import SOURCE, launches
 from deepinfer.kernels.quantize import act8, decode_ue8m0
 
 HERE = Path(__file__).parent
@@ -50,17 +50,15 @@ def experts(
     source: Tensor | None = None,
     programs: int = 3,
     most: int = 1 << 20,
-    routed: Tensor | None = None,
 ) -> Tensor:
     """Products of rows sorted by expert, into poisoned memory."""
     rows = sum(counts)
-    width = weight.outputs // (2 if weight.paired else 1)
-    out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
+    out = torch.full((rows, weight.outputs), torch.nan, dtype=torch.bfloat16)
     offsets = torch.tensor([0, *counts]).cumsum(0)
     call(
         library, name, x, scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        0, 0, out.stride(0), 0, most, routed, 10.0, 1, programs, 1,
+        0, 0, weight.outputs, 0, most, programs, 1,
     )  # fmt: skip
     return out
 
@@ -73,7 +71,7 @@ def dense(
     call(
         library, name, x, None, None, weight.data, weight.row_scale, None, out,
         groups, weight.outputs // groups, weight.inputs, x.stride(0) * 2, rows, x.stride(1) * 2,
-        weight.outputs, 0, 0, None, 0.0, 0, tiles * split if split > 1 else 2, split,
+        weight.outputs, 0, 0, tiles * split if split > 1 else 2, split,
     )  # fmt: skip
     return out
 
@@ -98,7 +96,7 @@ CASES = [
     ("fp8_128", [129, 3]),
     ("exact_32", [0, 1, 7, 40, 0, 17]),
     ("exact_64", [65, 0, 30]),
-    ("exact_128", [129, 3]),
+    ("exact_144", [145, 3]),
 ]
 
 
@@ -149,7 +147,7 @@ def test_every_code_decodes_exactly(library: ctypes.CDLL, decoded: Decoded, seed
     one = torch.eye(256)
     fp8 = decoded is Decoded.FP4_E4M3
     tokens, factor = e4m3(one) if fp8 else (one.bfloat16(), None)
-    name = "fp8_128" if fp8 else "exact_128"
+    name = "fp8_128" if fp8 else "exact_144"
     out = experts(library, name, pack_fp4(codes, scale, decoded), tokens, [256], factor)
     assert torch.equal(out.float() * (4 if fp8 else 1), dequantize_rows(codes[0], scale[0]).T)
 
@@ -249,9 +247,13 @@ def test_scales_too_far_apart_are_refused(seed: int) -> None:
         pack_fp4(codes[:, :64], scale[:, :64], Decoded.FP4_BF16)
 
 
-def test_the_schedule_follows_the_mean_rows_of_an_expert() -> None:
-    chosen = [schedule(Decoded.FP4_BF16, rows, 48) for rows in (1, 1200, 2304, 24576)]
-    assert chosen == ["exact_32", "exact_32", "exact_64", "exact_128"]
+def test_launches_cover_all_row_counts_once() -> None:
+    for decoded in (Decoded.FP4_E4M3, Decoded.FP4_BF16):
+        assert len(launches(decoded, 1440, 48)) == 1
+        found = launches(decoded, 24576, 48)
+        for rows in (0, 1, 36, 1440, 1441, 2304, 3840, 3841, 24576):
+            assert sum(least <= rows < most for _, least, most in found) == 1
+    assert [n for n, *_ in found] == ["exact_32", "exact_64", "exact_144"]
 
 
 @pytest.mark.skipif(not nvcc.available(), reason="nvcc is not installed")

@@ -10,7 +10,7 @@ from torch import Tensor
 from deepinfer.kernels.packed import Decoded, Packed
 from deepinfer.kernels.packed.kept import kept_fp4
 from deepinfer.kernels.packed.run import multiply
-from deepinfer.kernels.packed.triton import fold_tokens, gate_tokens
+from deepinfer.kernels.packed.tokens import fold_tokens, gate_tokens
 
 if TYPE_CHECKING:
     from deepinfer.kernels.expert_linear import Fp4Weight

@@ -16,7 +16,7 @@ from deepinfer.kernels.expert_linear import sm90
 from deepinfer.kernels.packed import Decoded
 from deepinfer.kernels.packed.kept import kept_fp4
 from deepinfer.kernels.packed.run import multiply
-from deepinfer.kernels.packed.triton import fold_tokens
+from deepinfer.kernels.packed.tokens import fold_tokens
 
 if TYPE_CHECKING:
     from deepinfer.kernels.expert_linear import Fp4Weight

@@ -39,14 +39,12 @@ class Packed:
 
     data       [E, N/256, K/64, 4, bytes of a block] uint8
     row_scale  [E, N] fp32 power of two that decoded values lack
-    paired     rows are 8 gates, the 8 ups of the same places, and so on
     """
 
     decoded: Decoded
     data: Tensor
     row_scale: Tensor
     inputs: int
-    paired: bool = False
 
     @property
     def experts(self) -> int:
@@ -62,10 +60,9 @@ def accepts(outputs: int, inputs: int) -> bool:
     return outputs % ROWS == 0 and inputs % 256 == 0 and inputs > 0
 
 
-def pack_fp4(codes: Tensor, scale: Tensor, decoded: Decoded, paired: bool = False) -> Packed:
+def pack_fp4(codes: Tensor, scale: Tensor, decoded: Decoded) -> Packed:
     """Pack MXFP4 matrices: codes [E, N, K/2] uint8, scale [E, N, K/32] uint8 (ue8m0).
 
-    paired  the first half of the rows are gates, the second ups: put them side by side
     Raises UnsupportedError where a row's scales lie too far apart for `decoded`.
     """
     experts, outputs, halves = codes.shape
@@ -74,22 +71,14 @@ def pack_fp4(codes: Tensor, scale: Tensor, decoded: Decoded, paired: bool = Fals
     shape = (experts, outputs // ROWS, inputs // 64, 4, 2048 + 128)
     data = torch.empty(shape, dtype=torch.uint8, device=codes.device)
     row_scale = torch.empty(experts, outputs, dtype=torch.float32, device=codes.device)
-    order = _pairs(outputs).to(codes.device) if paired else slice(None)
     for e in range(experts):
-        taken = codes[e, order]
-        nibbles = torch.stack((taken & 15, taken >> 4), -1).view(outputs, inputs)
+        nibbles = torch.stack((codes[e] & 15, codes[e] >> 4), -1).view(outputs, inputs)
         held = (nibbles.view(outputs, -1, 32) & 7).amax(2) != 0
-        steps, row_scale[e] = _steps(scale[e, order].int(), held, decoded)
+        steps, row_scale[e] = _steps(scale[e].int(), held, decoded)
         data[e, ..., :2048] = _words(nibbles, decoded).view(*shape[1:4], 2048)
         rows = steps.view(outputs // ROWS, 4, 4, 2, 8, inputs // 64, 2)  # nb mt warp half g kb k32
         data[e, ..., 2048:] = rows.permute(0, 5, 1, 2, 4, 3, 6).reshape(*shape[1:4], 128)
-    return Packed(decoded, data, row_scale, inputs, paired)
-
-
-def _pairs(outputs: int) -> Tensor:
-    """Return the stored row of each packed one."""
-    halves = torch.arange(outputs).view(2, outputs // 16, 8)
-    return halves.transpose(0, 1).reshape(outputs)
+    return Packed(decoded, data, row_scale, inputs)
 
 
 def pack_fp8(codes: Tensor, scale: Tensor) -> Packed:

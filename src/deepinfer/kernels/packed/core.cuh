@@ -9,7 +9,6 @@
 // The order of every sum is fixed by K alone: a row's bits do not depend on its batch.
 #pragma once
 #include "decode.cuh"
-#include "gate.cuh"
 #ifdef __CUDACC__
 #include "mma.cuh"
 #include "ptx.cuh"
@@ -17,13 +16,15 @@
 
 enum Format { FP4_AS_FP8 = 0, FP4_AS_BF16 = 1, FP8_AS_BF16 = 2 };
 
+// How the products of two warpgroups follow each other. TURNS: one issues while the other decodes, by
+// turns. DEEP: a group issues its next unit before it waits for the one before. TURNS | DEEP: both.
+enum Flow { PLAIN = 0, TURNS = 1, DEEP = 2 };
+
 // How a kernel's roles are cut. TOGETHER: 128 producer threads copy tokens, fence them and tell, one of
 // them streams weights. OWN: one thread streams weights alone, 96 others copy tokens, readers fence.
 // FEW: as OWN, and products are those of single warps: an instruction of a warpgroup takes about 30
 // cycles for any number of tokens up to 32; a warp's takes about 7 for 8 tokens.
-// BOXED: one thread brings weights and tokens, rows side by side, as boxes; blocks of a cluster take
-// neighbouring outputs of the same tokens, and each brings its part of the boxes to all of them.
-enum Way { TOGETHER = 0, OWN = 1, FEW = 2, BOXED = 3 };
+enum Way { TOGETHER = 0, OWN = 1, FEW = 2 };
 
 // Bytes of one packed block: 64 rows by 64 inputs.
 __host__ __device__ constexpr int block_bytes(int format) {
@@ -49,10 +50,6 @@ struct Args {
   int rows, x_part_bytes, out_row;
   // Expert products of fewer rows than `least`, or of `most` and more, are another launch's work.
   int least, most;
-  // GATED: the weights' rows are 8 of gates, the 8 of the same places of ups, and so on.
-  const float* routed;  // [R] weights of the rows, null: none
-  float limit;
-  int quantize;
 };
 
 // ---- the kernel ----------------------------------------------------------------------------------
@@ -62,17 +59,17 @@ struct Args {
 // unit, whose accumulator keeps fewer bits than fp32. DENSE: `rows` instead of offsets; the blocks of
 // a cluster share K and add up in the order of their ranks; PER_SM of them fit a multiprocessor.
 template <int FORMAT, int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, bool PROMOTE,
-          bool DENSE = false, int PER_SM = 1, int WAY = TOGETHER,
-          bool GATED = false>
+          bool DENSE = false, int PER_SM = 1, int WAY = TOGETHER, int FLOW = PLAIN>
 struct Kernel {
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
   static constexpr int RESIDENT = PER_SM;
   static constexpr bool IS_DENSE = DENSE;
   static_assert(PARTS == 4 || PARTS == 2, "half or all of a packed run of 256 rows");
-  static_assert(!DENSE || FORMAT != FP4_AS_FP8, "dense tokens have no scale");
-  static_assert(!DENSE || !GATED, "gates are of experts");
   static constexpr bool FP8 = FORMAT == FP4_AS_FP8;
+  static_assert(!(FLOW & TURNS) || GROUPS == 2, "turns of two");
+  static_assert(!(FLOW & DEEP) || !(FP8 && PROMOTE), "units that end in turn");
+  static_assert(!DENSE || FORMAT != FP4_AS_FP8, "dense tokens have no scale");
   static_assert(WAY != FEW || !FP8, "single warps multiply bf16");
   static constexpr int ATOMS = FP8 ? BLOCKS / 2 : BLOCKS;  // 128-byte columns of tokens in a stage
   static constexpr int UNITS = ATOMS * TILES;              // steps of 4 instructions in a stage
@@ -91,21 +88,14 @@ struct Kernel {
   static constexpr int PITCH = HEIGHT + 4;  // floats of a token's partial sums: no bank conflicts
   static_assert(!DENSE || TOKENS * PITCH * 4 <= STAGES * (WEIGHT_BYTES + TOKEN_BYTES), "partial sums");
   static constexpr int CONSUMER_REGS =
-      PER_SM == 2 ? 96 : GROUPS == 4 ? 112 : WAY == BOXED ? 240 : 232;
+      PER_SM == 2 ? 96 : GROUPS == 4 ? 112 : WAY == TOGETHER ? 232 : 240;
   static constexpr int PRODUCER_REGS =
-      PER_SM == 2 ? 40 : GROUPS == 4 ? 32 : WAY == BOXED ? 24 : 40;
+      PER_SM == 2 ? 40 : GROUPS == 4 ? 32 : WAY == TOGETHER ? 40 : 24;
 
   struct Place {  // of a tile: expert, first output, first row, number of rows
     int expert, output, row, rows;
   };
 
-  static constexpr int BOX = WAY != BOXED ? 0 : TOKENS % 32 ? 16 : 32;  // rows of a box
-  static_assert(WAY != BOXED || !DENSE, "clusters share tokens or inputs");
-
-  // Blocks that work on one tile, or on tiles of the same tokens.
-  static __device__ int span() {
-    return DENSE || WAY == BOXED ? cluster_blocks() : 1;
-  }
   static __device__ int cluster_size() {
     return DENSE ? cluster_blocks() : 1;
   }
@@ -125,7 +115,7 @@ struct Kernel {
   }
 
   static __device__ Place locate(const Args& a, const int* first, int tile) {
-    const int wide = WAY == BOXED ? cluster_blocks() : 1, blocks = a.outputs / HEIGHT / wide, lane = threadIdx.x & 31;
+    const int blocks = a.outputs / HEIGHT, lane = threadIdx.x & 31;
     int expert = 0;
     for (int base = 0; base < a.experts; base += 32) {
       const int e = base + lane;
@@ -138,7 +128,7 @@ struct Kernel {
     const int part = rest % tiles, share = ((count + tiles - 1) / tiles + 7) & ~7;
     Place p;
     p.expert = expert;
-    p.output = (rest / tiles * wide + (WAY == BOXED ? cluster_place() : 0)) * HEIGHT;
+    p.output = rest / tiles * HEIGHT;
     p.row = begin + part * share;
     p.rows = max(0, min(share, count - part * share));
     return p;
@@ -168,9 +158,8 @@ struct Kernel {
     return a.weight + blocks * BLOCK;
   }
 
-  static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy,
-                               u32 more = 0) {
-    barrier_expect(bar, WEIGHT_BYTES + more);
+  static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy) {
+    barrier_expect(bar, WEIGHT_BYTES);
     if constexpr (PARTS == 4) {
       bulk_copy(target, w + size_t(step) * WEIGHT_BYTES, WEIGHT_BYTES, bar, policy);
     } else {
@@ -283,30 +272,6 @@ struct Kernel {
     }
   }
 
-  static __device__ void produce_boxes(const Args& a, const Map& map, const int* first, int total,
-                                       u32 tokens, u32 weights, u32 full, u32 empty) {
-    const int size = cluster_blocks(), rank = cluster_place(), steps = a.inputs / (64 * BLOCKS);
-    const u64 policy = read_once();
-    Ring ring;
-    for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
-      const Place p = locate(a, first, tile);
-      if (threadIdx.x & 31) continue;
-      const unsigned char* w = weights_of(a, p);
-      const int boxes = (p.rows + BOX - 1) / BOX;
-      for (int step = 0; step < steps; ++step) {
-        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
-        const u32 bar = full + 8 * ring.stage, to = tokens + ring.stage * TOKEN_BYTES;
-        fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy, boxes * (ATOMS * BOX * 128));
-        for (int box = rank; box < boxes; box += size)
-#pragma unroll
-          for (int atom = 0; atom < ATOMS; ++atom)
-            copy_box(to + (atom * TOKENS + box * BOX) * 128, map, (step * ATOMS + atom) * 128,
-                     p.row + box * BOX, bar, size);
-        ring.next();
-      }
-    }
-  }
-
   // One unit: 64 rows by 128 bytes of a token, 16 registers of A.
   static __device__ void decode(u32 block, u32 pair_bytes, u32 (&a)[16]) {
     const int t = threadIdx.x & 127, warp = t >> 5, g = (t & 31) >> 2;
@@ -393,11 +358,12 @@ struct Kernel {
   template <int N, int UNIT>
   static __device__ void unit(Sums<N>& sums, u32 (&now)[16], u32 (&then)[16], Stage& stage, bool more,
                               Ring& ring, u32 pair_bytes, u32 tokens, u32 weights, u32 full,
-                              u32 empty) {
+                              u32 empty, u32& owed) {
     constexpr int atom = UNIT / TILES, tile = UNIT % TILES;
     const u64 b = describe(stage.tokens + atom * (TOKENS * 128));
     const u32 release = stage.empty;
     keep_in_place(now);
+    if constexpr (FLOW & TURNS) named_barrier(4 + threadIdx.x / 128, 256);
     group_fence();
     if constexpr (FP8 && PROMOTE) {
 #pragma unroll
@@ -407,6 +373,11 @@ struct Kernel {
       for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.done[tile], now + 4 * k, b + 2 * k, 1);
     }
     group_commit();
+    if constexpr (FLOW & TURNS) named_barrier_arrive(4 + 3 - threadIdx.x / 128, 256);
+    if constexpr (FLOW & DEEP) {
+      group_wait<1>();  // for the unit before, whose operands lay in `then`
+      if (UNIT == 0 && owed && (threadIdx.x & 31) == 0) barrier_arrive(owed);
+    }
     if constexpr (UNIT + 1 < UNITS) {
       // A branch that is always taken: the assembler moves products behind decoding within a block.
       if (pair_bytes)
@@ -418,19 +389,20 @@ struct Kernel {
       }
     }
     keep_in_place(then);
-    group_wait();
+    if constexpr (FLOW & DEEP) {
+      if (UNIT + 1 == UNITS) owed = release;
+    } else {
+      group_wait<0>();
+    }
     if constexpr (FP8 && PROMOTE) {
       keep_in_place(sums.part);
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.done[tile][i] += sums.part[i];
     }
-    if constexpr (UNIT + 1 == UNITS && WAY == BOXED) {
-      if ((threadIdx.x & 31) < cluster_blocks()) barrier_arrive_at(release, threadIdx.x & 31);
-    } else {
-      if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
-    }
+    if (!(FLOW & DEEP) && UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
     if constexpr (UNIT + 1 < UNITS)
-      unit<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full, empty);
+      unit<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full, empty,
+                        owed);
   }
 
   template <int N>
@@ -444,18 +416,25 @@ struct Kernel {
     const u32 pair_bytes = load4(full - 16);
     const int steps = share_of(a, cluster_rank() + 1) - share_of(a, cluster_rank());
     Stage stage = enter(ring, tokens, weights, full, empty);
-    if constexpr (WAY == FEW) {
+    if constexpr (WAY == FEW || (WAY == OWN && TOKENS <= 32 && N <= 8 && !FP8)) {
       multiply_few(sums, stage, steps, pair_bytes, ring, tokens, weights, full, empty);
     } else {
-      u32 even[16], odd[16];
+      u32 even[16], odd[16], owed = 0;  // DEEP: the stage still being read
       decode(block_of(stage.weights, 0, 0), pair_bytes, even);
 #pragma unroll 1
       for (int left = steps - 1; left >= 0; --left) {
-        unit<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
+        unit<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty,
+                     owed);
         if constexpr (UNITS % 2) {
           if (--left < 0) break;
-          unit<N, 0>(sums, odd, even, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
+          unit<N, 0>(sums, odd, even, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty,
+                     owed);
         }
+      }
+      if constexpr (FLOW & DEEP) {
+        group_wait<0>();
+        for (int m = 0; m < TILES; ++m) keep_in_place(sums.done[m]);
+        if ((threadIdx.x & 31) == 0) barrier_arrive(owed);
       }
     }
     finish_tile<N>(a, p, sums, tokens, staging);
@@ -552,67 +531,8 @@ struct Kernel {
     }
   }
 
-  // GATED: a thread's two rows are a gate and its up; half as many outputs, rounded with ACT8.
-  template <int N>
-  static __device__ void store_gated(const Args& a, const Place& p, Sums<N>& sums,
-                                     unsigned char* staging) {
-    const int group = threadIdx.x / 128 - 1, t = threadIdx.x & 127, warp = t >> 5, lane = t & 31;
-    const u32 base = address(staging) + group * (CHUNK * 128);
-#pragma unroll
-    for (int m = 0; m < TILES; ++m) {
-      const int output = p.output + (group * TILES + m) * 64;
-      const float* scale = a.row_scale + size_t(p.expert) * a.outputs + output + warp * 16 + (lane >> 2);
-      const float upper = __ldg(scale), lower = __ldg(scale + 8);
-#pragma unroll
-      for (int start = 0; start < N; start += CHUNK) {
-        if (start && start >= p.rows) break;
-        constexpr int SIZE = N < CHUNK ? N : CHUNK;
-#pragma unroll
-        for (int j = 0; j < SIZE / 8; ++j) {
-          if (start + 8 * j >= N) break;
-          const float* v = sums.done[m] + start / 2 + 4 * j;
-          const int column = start + 8 * j + (lane & 3) * 2, end = p.rows - 1;
-          float s0 = 1.f, s1 = 1.f, w0 = 1.f, w1 = 1.f;
-          if constexpr (FP8) {
-            s0 = __ldg(a.token_scale + row_of(a, p.row + min(column, end)));
-            s1 = __ldg(a.token_scale + row_of(a, p.row + min(column + 1, end)));
-          }
-          if (a.routed) {
-            w0 = __ldg(a.routed + p.row + min(column, end));
-            w1 = __ldg(a.routed + p.row + min(column + 1, end));
-          }
-          const u32 gate = pack_bf16(v[0] * upper * s0, v[1] * upper * s1);
-          const u32 up = pack_bf16(v[2] * lower * s0, v[3] * lower * s1);
-          const float h0 = w0 * gated(low_half(gate), low_half(up), a.limit);
-          const float h1 = w1 * gated(high_half(gate), high_half(up), a.limit);
-          const int token = 8 * j + (lane & 7);
-          store_transposed(base + token * 64 + ((warp ^ (token >> 1 & 3)) << 4), pack_bf16(h0, h1));
-        }
-        named_barrier(group + 1, 128);
-        const int held = min(SIZE, p.rows - start) * 4;
-        for (int i = t; i < (held + 31 & ~31); i += 128) {
-          const int token = i >> 2, part = i & 3;
-          uint4 v = load16(base + token * 64 + ((part ^ (token >> 1 & 3)) << 4));
-          if (a.quantize) {
-            Eight values = unpack(v);
-            round_group(values);
-            v = pack(values);
-          }
-          if (i < held)
-            *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.out_row + output / 2 +
-                                      part * 8) = v;
-        }
-        named_barrier(group + 1, 128);
-      }
-    }
-  }
-
   template <int N>
   static __device__ void store(const Args& a, const Place& p, Sums<N>& sums, unsigned char* staging) {
-    if constexpr (GATED) {
-      store_gated(a, p, sums, staging);
-      return;
-    }
     const int group = threadIdx.x / 128 - 1, t = threadIdx.x & 127, warp = t >> 5, lane = t & 31;
     const u32 base = address(staging) + group * (CHUNK * 128);
 #pragma unroll
@@ -670,7 +590,7 @@ struct Kernel {
     return raw + ((1024 - (address(raw) & 1023)) & 1023);
   }
 
-  static __device__ void run(const Args& a, const Map& map) {
+  static __device__ void run(const Args& a) {
     unsigned char* tokens = ring_memory();
     unsigned char* weights = tokens + STAGES * TOKEN_BYTES;
     unsigned char* staging = weights + STAGES * WEIGHT_BYTES;
@@ -680,8 +600,8 @@ struct Kernel {
     if (threadIdx.x == 0) {
       *reinterpret_cast<u32*>(bars - 16) = PAIR_BYTES;
       for (int i = 0; i < STAGES; ++i) {
-        barrier_init(full + 8 * i, WAY == TOGETHER ? 129 : WAY == BOXED ? 1 : 1 + 96);
-        barrier_init(empty + 8 * i, 4 * GROUPS * (WAY == BOXED ? cluster_blocks() : 1));
+        barrier_init(full + 8 * i, WAY == TOGETHER ? 129 : 1 + 96);
+        barrier_init(empty + 8 * i, 4 * GROUPS);
       }
       barriers_ready();
     }
@@ -706,17 +626,13 @@ struct Kernel {
       }
     }
     __syncthreads();
-    if constexpr (WAY == BOXED) cluster_barrier();  // others' copies and releases come to these barriers
     next_kernel_may_start();
     const int total = DENSE ? (a.rows + TOKENS - 1) / TOKENS * (a.outputs / HEIGHT) * a.experts
-                            : first[a.experts] * (a.outputs / HEIGHT / span());
+                            : first[a.experts] * (a.outputs / HEIGHT);
     if (threadIdx.x < 128) {
       fewer_registers<PRODUCER_REGS>();
       if constexpr (WAY == TOGETHER) {
         produce(a, first, total, address(tokens), address(weights), full, empty);
-      } else if constexpr (WAY == BOXED) {
-        if (threadIdx.x < 32)
-          produce_boxes(a, map, first, total, address(tokens), address(weights), full, empty);
       } else if (threadIdx.x < 32) {
         produce_weights(a, first, total, address(weights), full, empty);
       } else {
@@ -724,8 +640,9 @@ struct Kernel {
       }
     } else {
       more_registers<CONSUMER_REGS>();
+      if (FLOW & TURNS && threadIdx.x >= 256) named_barrier_arrive(5, 256);  // the first group begins
       Ring ring;
-      const int size = span();
+      const int size = cluster_size();
       for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
         const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
         const u32 x = address(tokens), w = address(weights);
@@ -738,12 +655,13 @@ struct Kernel {
         else if constexpr (TOKENS == 64 && WAY == FEW)
           fitting<TOKENS, 8, 16, 24, 32, 40, 48, 56, 64>(p.rows, with);
         else if constexpr (TOKENS == 64)
-          fitting<TOKENS, 16, 32, 48, 64>(p.rows, with);
-        else if constexpr (WAY == OWN || WAY == BOXED)
-          fitting<TOKENS, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176>(p.rows, with);
+          fitting<TOKENS, 16, 24, 32, 40, 48, 56, 64>(p.rows, with);
+        else if constexpr (WAY == OWN)
+          fitting<TOKENS, 32, 40, 48, 56, 64, 80, 96, 104, 112, 120, 128, 136, 144>(p.rows, with);
         else
           multiply<TOKENS>(a, p, ring, x, w, full, empty, staging);
       }
+      if (FLOW & TURNS && threadIdx.x < 256) named_barrier(5, 256);  // the turn that nobody took
     }
   }
 
@@ -756,13 +674,8 @@ struct Kernel {
 #ifdef __CUDACC__
 
 template <class K>
-__global__ void __launch_bounds__(K::THREADS, K::RESIDENT)
-    run_kernel(const __grid_constant__ Args a, const __grid_constant__ Map map) {
-  K::run(a, map);
-  if (K::BOX) {  // others' copies and releases still come here
-    __syncwarp();
-    cluster_barrier();
-  }
+__global__ void __launch_bounds__(K::THREADS, K::RESIDENT) run_kernel(const __grid_constant__ Args a) {
+  K::run(a);
   if (K::IS_DENSE && cluster_blocks() > 1) {
     cluster_barrier();
     K::finish(a);
@@ -785,29 +698,6 @@ int clusters_held(long long cluster) {
   config.numAttrs = 1;
   int held = -1;
   return cudaOccupancyMaxActiveClusters(&held, run_kernel<K>, &config) == cudaSuccess ? held : -1;
-}
-
-// Rows of x in bytes, as boxes swizzled in the way in which products read them.
-inline bool describe_tokens(Map& map, const Args& a, bool fp8, int rows) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                              CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                              CUtensorMapFloatOOBfill);
-  static Encode encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                     &status);
-    return reinterpret_cast<Encode>(found);
-  }();
-  if (!encode || a.source) return false;
-  const cuuint64_t sizes[2] = {cuuint64_t(a.inputs) * (fp8 ? 1 : 2), cuuint64_t(a.rows)};
-  const cuuint64_t strides[1] = {cuuint64_t(a.x_row_bytes)};
-  const cuuint32_t box[2] = {128, cuuint32_t(rows)}, steps[2] = {1, 1};
-  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<unsigned char*>(a.x), sizes, strides,
-                box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <class K>
@@ -834,9 +724,7 @@ int launch(const Args& a, long long blocks, long long cluster, void* stream) {
     attribute[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     config.numAttrs = 2;
   }
-  Map map = {};
-  if (K::BOX && !describe_tokens(map, a, K::FP8, K::BOX)) return cudaErrorInvalidValue;
-  cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a, map);
+  cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a);
   return e != cudaSuccess ? e : cudaGetLastError();
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import product
 
 from torch import Tensor
 
@@ -16,22 +15,22 @@ __all__ = ["kept_fp4", "kept_fp8", "release", "repack_fp4"]
 Stored = tuple[Tensor, Tensor]
 """Codes and scales of a weight."""
 
-_kept: dict[tuple[int, Decoded, bool], Packed | None] = {}
+_kept: dict[tuple[int, Decoded], Packed | None] = {}
 
 
-def kept_fp4(codes: Tensor, scale: Tensor, decoded: Decoded, paired: bool = False) -> Packed | None:
+def kept_fp4(codes: Tensor, scale: Tensor, decoded: Decoded) -> Packed | None:
     """Return the packed form of MXFP4 matrices [E, N, K/2], None where there is none.
 
     There is none for small sizes, and none as `decoded` where scales lie too far apart.
     """
     fits = accepts(codes.shape[1], 2 * codes.shape[2])
-    return _find(codes, decoded, paired, fits, lambda: pack_fp4(codes, scale, decoded, paired))
+    return _find(codes, decoded, fits, lambda: pack_fp4(codes, scale, decoded))
 
 
 def kept_fp8(codes: Tensor, scale: Tensor) -> Packed | None:
     """Return the packed form of an e4m3 matrix [N, K], None for sizes that have none."""
     fits = accepts(*codes.shape)
-    return _find(codes, Decoded.FP8_BF16, False, fits, lambda: pack_fp8(codes, scale))
+    return _find(codes, Decoded.FP8_BF16, fits, lambda: pack_fp8(codes, scale))
 
 
 def repack_fp4(codes: Tensor, scale: Tensor, slot: int) -> None:
@@ -40,13 +39,13 @@ def repack_fp4(codes: Tensor, scale: Tensor, slot: int) -> None:
     A form that the new values do not allow is given up: products take another way from then on.
     """
     assert not _is_released(codes), "experts that move are kept in their stored form, too"
-    for decoded, paired in product((Decoded.FP4_E4M3, Decoded.FP4_BF16), (False, True)):
-        key = (id(codes), decoded, paired)
+    for decoded in (Decoded.FP4_E4M3, Decoded.FP4_BF16):
+        key = (id(codes), decoded)
         packed = _kept.get(key)
         if packed is None:
             continue
         try:
-            part = pack_fp4(codes[slot : slot + 1], scale[slot : slot + 1], decoded, paired)
+            part = pack_fp4(codes[slot : slot + 1], scale[slot : slot + 1], decoded)
         except UnsupportedError:
             _kept[key] = None
             continue
@@ -78,10 +77,8 @@ def _is_released(codes: Tensor) -> bool:
     )
 
 
-def _find(
-    codes: Tensor, decoded: Decoded, paired: bool, fits: bool, make: Callable[[], Packed]
-) -> Packed | None:
-    key = (id(codes), decoded, paired)
+def _find(codes: Tensor, decoded: Decoded, fits: bool, make: Callable[[], Packed]) -> Packed | None:
+    key = (id(codes), decoded)
     if key not in _kept:
         if _is_released(codes):
             raise UnsupportedError(

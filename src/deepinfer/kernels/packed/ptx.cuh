@@ -1,10 +1,6 @@
 // The instructions of SM90a that the packed products use, by their names. Tests put a host's in place.
 #pragma once
 
-#include <cuda.h>
-
-typedef CUtensorMap Map;
-
 #define SHARED(name) extern __shared__ unsigned char name[]
 
 __device__ inline u32 times(u32 a, u32 b) {
@@ -41,28 +37,6 @@ __device__ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 
       "[%0], [%1], %2, [%3], %4;" ::"r"(target), "l"(source), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
-// A box of a tensor map's rows to the same place in the first `blocks` blocks of the cluster.
-__device__ inline void copy_box(u32 target, const Map& map, int column, int row, u32 bar, int blocks) {
-  if (blocks == 1) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
-        "l"(&map), "r"(column), "r"(row), "r"(bar)
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-        "l"(&map), "r"(column), "r"(row), "r"(bar), "h"(static_cast<unsigned short>((1 << blocks) - 1))
-        : "memory");
-  }
-}
-// At the barrier of the same place in another block of the cluster.
-__device__ inline void barrier_arrive_at(u32 bar, int rank) {
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(bar), "r"(rank));
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
-}
 __device__ inline u64 read_once() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -84,8 +58,9 @@ __device__ inline void group_fence() { asm volatile("wgmma.fence.sync.aligned;" 
 __device__ inline void group_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
+template <int N>
 __device__ inline void group_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 __device__ inline uint4 load16(u32 at) {
   uint4 v;
@@ -150,11 +125,6 @@ __device__ inline void store_transposed(u32 at, u32 first, u32 second) {
                "r"(second)
                : "memory");
 }
-// One tile of them; lanes 0..7 give the addresses.
-__device__ inline void store_transposed(u32 at, u32 only) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(at), "r"(only)
-               : "memory");
-}
 __device__ inline void load_remote(u32 at, int rank, float& first, float& second) {
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(at), "r"(rank));
@@ -182,6 +152,9 @@ __device__ inline void cluster_barrier() {
 }
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ inline void barriers_ready() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -13,14 +13,15 @@ from torch import Tensor
 from deepinfer.kernels import nvcc
 from deepinfer.kernels.packed import Decoded, Packed
 
-__all__ = ["SOURCE", "dense", "fixed_split", "multiply", "schedule"]
+__all__ = ["SOURCE", "dense", "fixed_split", "launches", "multiply"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 
 _SCHEDULES: Final = {
     Decoded.FP4_E4M3: ((30, "fp8_32"), (80, "fp8_64"), (None, "fp8_128")),
-    Decoded.FP4_BF16: ((30, "exact_32"), (80, "exact_64"), (None, "exact_128")),
+    Decoded.FP4_BF16: ((30, "exact_32"), (80, "exact_64"), (None, "exact_144")),
 }
+"""Schedules by the most rows that an expert has on average."""
 
 
 _DENSE: Final = {
@@ -34,15 +35,21 @@ _DENSE: Final = {
 _ALL: Final = (1 << 31) - 1
 
 
-def schedule(decoded: Decoded, rows: int, experts: int) -> str:
-    """Return the launcher for a number of rows, by their mean per expert.
+def launches(decoded: Decoded, rows: int, experts: int) -> list[tuple[str, int, int]]:
+    """Return what to launch for at most `rows` rows: schedules, each with its range of row counts.
 
-    Bits do not depend on it, except between e4m3 schedules with and without promotion.
+    How many rows there really are stands on the device alone; every launch but one finds its range
+    missed there and ends. Bits do not depend on the schedule.
     """
+    found = []
+    least = 0
     for limit, name in _SCHEDULES[decoded]:
-        if limit is None or rows <= limit * experts:
-            return name
-    raise AssertionError
+        most = _ALL if limit is None else limit * experts + 1
+        found.append((name, least, most))
+        if rows < most:
+            break
+        least = most
+    return found
 
 
 @cache
@@ -59,12 +66,6 @@ def multiply(
     source: Tensor | None = None,
     out: Tensor | None = None,
     name: str = "",
-    cluster: int = 1,
-    least: int = 0,
-    most: int = _ALL,
-    routed: Tensor | None = None,
-    limit: float = 0.0,
-    quantize: bool = False,
 ) -> Tensor:
     """Multiply rows sorted by expert by their expert's matrix; returns [R, N] bf16.
 
@@ -72,23 +73,19 @@ def multiply(
     offsets      [E+1] int64 on the device: rows offsets[e]..offsets[e+1]-1 belong to expert e
     token_scale  one fp32 per row of x, of e4m3 codes
     source       [R] int64: row r of the result is of row source[r] of x
-    name         the schedule, by default chosen by the number of rows
-    cluster      programs that share tokens, of schedules that can, where outputs are 256 of each
-    routed, limit, quantize  of paired weights: their results are gated, as `gate_tokens` does
-    least, most  do nothing where offsets[E] is below `least`, or `most` and more
+    name         the schedule, by default those that the number of rows allows
     """
     rows = x.shape[0] if source is None else source.shape[0]
     if out is None:
-        width = weight.outputs // (2 if weight.paired else 1)
-        out = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
-    name = name or schedule(weight.decoded, rows, weight.experts)
-    nvcc.call(
-        nvcc.load(SOURCE), name, x.device,
-        x, token_scale, source, weight.data, weight.row_scale, offsets, out,
-        weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        rows, 0, out.stride(0), least, most, routed, limit, int(quantize),
-        _programs(x.device) // cluster * cluster, cluster,
-    )  # fmt: skip
+        out = torch.empty(rows, weight.outputs, dtype=torch.bfloat16, device=x.device)
+    chosen = [(name, 0, _ALL)] if name else launches(weight.decoded, rows, weight.experts)
+    for schedule, least, most in chosen:
+        nvcc.call(
+            nvcc.load(SOURCE), schedule, x.device,
+            x, token_scale, source, weight.data, weight.row_scale, offsets, out,
+            weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
+            0, 0, weight.outputs, least, most, _programs(x.device), 1,
+        )  # fmt: skip
     return out
 
 
@@ -121,7 +118,7 @@ def dense(
         nvcc.load(SOURCE), chosen, x.device,
         x, None, None, weight.data, weight.row_scale, None, out,
         groups, weight.outputs // groups, weight.inputs, x.stride(0) * x.element_size(),
-        rows, x.stride(1) * x.element_size(), weight.outputs, 0, 0, None, 0.0, 0, blocks, split,
+        rows, x.stride(1) * x.element_size(), weight.outputs, 0, 0, blocks, split,
     )  # fmt: skip
     return out
 

@@ -8,8 +8,7 @@
                       const void* weight, const void* row_scale, const void* offsets, void* out,    \
                       long long experts, long long outputs, long long inputs, long long row_bytes,  \
                       long long rows, long long part_bytes, long long out_row, long long least,     \
-                      long long most, const void* routed, double limit, long long quantize,         \
-                      long long blocks, long long cluster, void* stream) {                          \
+                      long long most, long long blocks, long long cluster, void* stream) {          \
     Args a = {static_cast<const unsigned char*>(x),                                                 \
               static_cast<const float*>(token_scale),                                               \
               static_cast<const long long*>(source),                                                \
@@ -25,10 +24,7 @@
               static_cast<int>(part_bytes),                                                         \
               static_cast<int>(out_row),                                                            \
               static_cast<int>(least),                                                              \
-              static_cast<int>(most),                                                               \
-              static_cast<const float*>(routed),                                                    \
-              static_cast<float>(limit),                                                            \
-              static_cast<int>(quantize)};                                                          \
+              static_cast<int>(most)};                                                              \
     return launch<Kernel<__VA_ARGS__>>(a, blocks, cluster, stream);                                 \
   }                                                                                                 \
   extern "C" int name##_held(long long cluster) {                                                   \
