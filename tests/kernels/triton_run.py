@@ -22,6 +22,7 @@ from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
 from deepinfer.kernels.decode_rows import LayoutForm, lay_out_plain
 from deepinfer.kernels.draw import largest
+from deepinfer.kernels.engram import places as engram_places
 from deepinfer.kernels.expert_linear.reference import swiglu
 from deepinfer.kernels.paged_index.places import block_entries, flat_entries
 from deepinfer.kernels.quantize import act8_values
@@ -247,6 +248,19 @@ def pooled(module, dtype: torch.dtype) -> list[Tensor]:
     return [out, ring[1:]]
 
 
+def looked_back(module) -> list[Tensor]:
+    """N-grams of five rows, two of which reach back, and what the ring holds then."""
+    generator = torch.Generator().manual_seed(4)
+    token_map = torch.randperm(40, generator=generator)
+    ids = torch.randint(0, 40, (5,), generator=generator)
+    ring = torch.randint(0, 40, (3, 6), generator=generator, dtype=torch.int32)
+    load = torch.tensor([7, 6, -1, 13, -1, -1])
+    rows = torch.tensor([[6, 0, 1], [7, 6, 0], [8, 3, 2], [9, 8, 3], [10, 4, 5]])
+    found = module.gather_ngrams(ids, token_map, ring, load, rows, 39)
+    module.keep_ids(ids, token_map, ring, torch.tensor([8, 9, 14]), torch.tensor([0, 1, 3]))
+    return [found, ring]
+
+
 TURNED = [(3, False, False), (3, False, True), (0, True, False), (2, True, False)]
 DRAWN = [(5, 288, 0), (3, 5001, 1), (9, 10, 0)]
 
@@ -365,6 +379,10 @@ def run(seed: int) -> list[str]:
         for mine, want in zip(pooled(twin, dtype), pooled(pool_pairs, dtype), strict=True):
             if not torch.allclose(mine.float(), want.float(), rtol=8e-3, atol=1e-6):
                 failures.append(f"pool_pairs {dtype}: other values")
+    twin = import_module("deepinfer.kernels.engram.triton")
+    pairs = zip(looked_back(twin), looked_back(engram_places), strict=True)
+    if not all(torch.equal(mine, want) for mine, want in pairs):
+        failures.append("n-grams: other values")
     twin = import_module("deepinfer.kernels.turn.triton")
     for setting in TURNED:
         for at, pair in enumerate(zip(turned(twin, *setting), turned(turn, *setting), strict=True)):
@@ -476,6 +494,7 @@ def compile_all(archs: list[int]) -> list[str]:
     for setting in TURNED:
         turned(import_module("deepinfer.kernels.turn.triton"), *setting)
     pooled(import_module("deepinfer.kernels.pool_pairs.triton"), torch.bfloat16)
+    looked_back(import_module("deepinfer.kernels.engram.triton"))
     for setting in LAID_OUT:
         laid_out(import_module("deepinfer.kernels.decode_rows.triton").lay_out, *setting)
     made = import_module("deepinfer.kernels.packed.triton")

@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import e4m3_value, launch, narrow, next_power, sigmoid, ue8m0_value
+from deepinfer.kernels.tiles import (
+    ceil_div,
+    e4m3_value,
+    launch,
+    narrow,
+    next_power,
+    sigmoid,
+    ue8m0_value,
+)
 
 
 @triton.jit
@@ -36,6 +44,59 @@ def engram_hash(ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Te
             offsets.contiguous(), out, G=grams, H=heads, BH=next_power(heads),
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _ngrams(
+    ids, token_map, ring, load, rows, out, H, pad, length, slot_row, total, BLOCK: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    place = tl.load(rows + at, inside, 0)
+    old = place < H
+    entry = tl.load(load + place, inside & old, -1)
+    there = ring + (entry // length) * slot_row + entry % length
+    before = tl.load(there, inside & old & (entry >= 0), pad).to(tl.int64)
+    token = tl.load(ids + (place - H), inside & (old == 0), 0)
+    new = tl.load(token_map + token, inside & (old == 0), 0)
+    tl.store(out + at, tl.where(old, before, new), inside)
+
+
+@triton.jit
+def _keep_ids(
+    ids, token_map, ring, store, rows, length, slot_row, total, BLOCK: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    place = tl.load(store + at, inside, 0)
+    token = tl.load(ids + tl.load(rows + at, inside, 0), inside, 0)
+    value = tl.load(token_map + token, inside, 0).to(tl.int32)
+    tl.store(ring + (place // length) * slot_row + place % length, value, inside)
+
+
+def gather_ngrams(
+    ids: Tensor, token_map: Tensor, ring: Tensor, load: Tensor, rows: Tensor, pad: int
+) -> Tensor:
+    """As `places.gather_ngrams`."""
+    rows = rows.contiguous()
+    out = torch.empty_like(rows)
+    if out.numel():
+        launch(
+            _ngrams, (ceil_div(out.numel(), 256),), ids.contiguous(), token_map, ring,
+            load.contiguous(), rows, out, load.shape[0], pad, ring.shape[1], ring.stride(0),
+            out.numel(), BLOCK=256,
+        )  # fmt: skip
+    return out
+
+
+def keep_ids(ids: Tensor, token_map: Tensor, ring: Tensor, store: Tensor, rows: Tensor) -> None:
+    """As `places.keep_ids`."""
+    if store.shape[0]:
+        launch(
+            _keep_ids, (ceil_div(store.shape[0], 256),), ids.contiguous(), token_map, ring,
+            store.contiguous(), rows.contiguous(), ring.shape[1], ring.stride(0), store.shape[0],
+            BLOCK=256,
+        )  # fmt: skip
 
 
 @triton.jit

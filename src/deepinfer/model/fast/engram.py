@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deepinfer.config import ModelConfig
 from deepinfer.config.engram import engram_tables
+from deepinfer.kernels.engram.places import gather_ngrams, keep_ids
 from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import EngramWeights
 from deepinfer.parallel.tables import Read
@@ -32,14 +33,10 @@ class EngramHash:
         """Return [T, columns] int64 rows per Engram layer, and keep the tail of each sequence."""
         inputs, ring = step.inputs, step.caches.engram_tail
         assert inputs.engram is not None and ring is not None
-        history, length = inputs.engram, ring.shape[1]
-        new = self._map[inputs.token_ids if inputs.context is None else inputs.context.token_ids]
-        load = history.load.clamp(min=0)
-        before = ring[load // length, load % length].to(torch.int64)
-        before = before.masked_fill(history.load < 0, self._pad)
-        ngrams = torch.cat([before, new])[history.rows]
-        kept = new[history.store_rows].to(ring.dtype)
-        ring[history.store // length, history.store % length] = kept
+        history = inputs.engram
+        ids = inputs.token_ids if inputs.context is None else inputs.context.token_ids
+        ngrams = gather_ngrams(ids, self._map, ring, history.load, history.rows, self._pad)
+        keep_ids(ids, self._map, ring, history.store, history.store_rows)
         return [
             step.ops.engram_hash(ngrams, multipliers, primes, offsets)
             for multipliers, primes, offsets in zip(
