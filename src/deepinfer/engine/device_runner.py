@@ -380,7 +380,7 @@ class DeviceRunner(Runner):
 
     def _forward(self, key: StepKey) -> tuple[Tensor, _Rows]:
         """Work out a step's rows and run the model on them; returns logits [T, V]."""
-        state, device = self.state, self.device
+        state = self.state
         slots = self._given[4 : 4 + key.sequences]
         asked = valid = None
         if key.drafted:
@@ -402,8 +402,7 @@ class DeviceRunner(Runner):
             self._form,
             key.most_tokens,
         )
-        every = torch.arange(key.rows, device=device)
-        logits = self.model.forward(inputs, self.caches, every)
+        logits = self.model.forward(inputs, self.caches, None)
         return logits, _Rows(rows, inputs.positions + 1)
 
     def _whole(self, key: StepKey, names: Sequence[int]) -> tuple[Tensor, ...]:

@@ -39,7 +39,7 @@ NOT_FINITE = "the logits are not finite; run it on one rank to see the layer"
 class StepModel(Protocol):
     """What the runner needs of a model; `model/fast` is it."""
 
-    def forward(self, inputs: ModelInputs, caches: Caches, logits_rows: Tensor, /) -> Tensor:
+    def forward(self, inputs: ModelInputs, caches: Caches, logits_rows: Tensor | None, /) -> Tensor:
         """Run a step, update the caches, return the logits [L, V] fp32 of the named rows."""
         ...
 

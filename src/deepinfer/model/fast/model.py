@@ -227,12 +227,12 @@ class FastModel:
         self,
         inputs: ModelInputs,
         caches: Caches,
-        logits_rows: Tensor,
+        logits_rows: Tensor | None,
         trace: MutableMapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Run a step, update the caches, return the logits [L, V] fp32 of the named rows.
 
-        logits_rows  [L] int64 rows of the step
+        logits_rows  [L] int64 rows of the step; None = all that it ends with
         trace        filled with every layer's values over the step's rows, under the names of
                      `deepinfer trace`
         """
@@ -262,7 +262,7 @@ class FastModel:
                 step, stream, pre = entered
                 if inputs.replay.rows is not None:
                     taps.keep(inputs.replay.rows)
-                if inputs.replay.places is not None:
+                if inputs.replay.places is not None and logits_rows is not None:
                     logits_rows = inputs.replay.places[logits_rows]
             if layer.engram_idx is not None and block.engram is not None:
                 idx = layer.engram_idx
@@ -301,10 +301,12 @@ class FastModel:
                 step.note("main_hidden", taps.features)
             for name, values in step.trace.items():
                 trace[name] = values[0] if name in _PER_SEQUENCE else torch.stack(values)
-        if not logits_rows.shape[0]:
+        if logits_rows is not None and not logits_rows.shape[0]:
             return self._no_logits(stream)
         context = step.inputs.context
-        if context is None:
+        if context is None and logits_rows is None:
+            hidden = ops.hyper_collapse(stream, pre)
+        elif context is None:
             hidden = ops.hyper_collapse(stream[logits_rows], pre[logits_rows])
         else:
             hidden = context.logits(ops.hyper_collapse(stream, pre))
