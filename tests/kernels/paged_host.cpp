@@ -4,15 +4,16 @@
 namespace {
 
 template <int SHARES>
-void run(const CUtensorMap& map, const Params& p, int grid) {
+void run(const CUtensorMap& map, const CUtensorMap& out_map, const Params& p, int grid) {
   for (int first = 0; first < grid; first += SHARES) {  // a cluster at a time
     host::barriers.clear();
     host::adders.clear();
+    host::groups.clear();
     host::launch_together(SHARES, THREADS, SMEM, [&] {
       const int rank = static_cast<int>(&host::block() - host::blocks.data());
       host::block().id.x = first + rank;
       host::grid_size.x = grid;
-      walk<SHARES>(&map, p, 0);
+      walk<SHARES>(&map, &out_map, p, 0);
       if (SHARES > 1) {
         cluster_sync();
         combine<SHARES>(p, 0, rank, first / SHARES);
@@ -29,13 +30,13 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
                                long long window_entries, long long window_block,
                                long long main_entries, long long main_block, long long shares,
                                double scale, long long processors) {
-  const CUtensorMap map{static_cast<const uint16_t*>(q)};
+  const CUtensorMap map{static_cast<const uint16_t*>(q)}, to{static_cast<const uint16_t*>(out)};
   const Params p = params(window, window_idx, main, main_idx, sink, out, rows, window_slots,
                           main_slots, window_entries, window_block, main_entries, main_block, scale);
-  if (shares == 1) run<1>(map, p, rows < processors ? rows : processors);
-  if (shares == 2) run<2>(map, p, 2 * rows);
-  if (shares == 3) run<3>(map, p, 3 * rows);
-  if (shares == 4) run<4>(map, p, 4 * rows);
+  if (shares == 1) run<1>(map, to, p, rows < processors ? rows : processors);
+  if (shares == 2) run<2>(map, to, p, 2 * rows);
+  if (shares == 3) run<3>(map, to, p, 3 * rows);
+  if (shares == 4) run<4>(map, to, p, 4 * rows);
   return 0;
 }
 

@@ -31,6 +31,7 @@ struct Barrier {
 };
 inline std::map<std::pair<Block*, uint32_t>, Barrier> barriers;
 inline std::map<Block*, Gate> adders;
+inline std::map<std::pair<Block*, int>, Gate> groups;
 inline Gate cluster;
 
 inline Barrier& barrier(uint32_t at) {
@@ -94,10 +95,31 @@ inline void copied(uint32_t bar, int bytes) {
   b.bytes -= bytes;
   b.settle();
 }
-inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t bar) {
-  if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) std::abort();
-  std::memcpy(host::at(to), from, bytes);
-  copied(bar, bytes);
+inline void fetch(void* to, unsigned long long from, int bytes) {
+  if (from % static_cast<unsigned>(bytes)) std::abort();
+  std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+}
+inline void fetch64(uint32_t (&x)[3], unsigned long long from) { fetch(x, from, 8); }
+inline void fetch128(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned long long from) {
+  uint32_t x[4];
+  fetch(x, from, 16);
+  a = x[0], b = x[1], c = x[2], d = x[3];
+}
+inline uint32_t fetch8(unsigned long long from) {
+  return *reinterpret_cast<const unsigned char*>(from);
+}
+inline void store_box(const CUtensorMap* map, int column, int row, uint32_t from) {
+  for (int r = 0; r < 16; ++r)
+    for (int piece = 0; piece < 8; ++piece)
+      std::memcpy(const_cast<uint16_t*>(map->values) + static_cast<long>(row + r) * 512 + column +
+                      piece * 8,
+                  host::at(from + r * 128 + ((piece ^ r % 8) << 4)), 16);
+}
+inline void stores_read() {}
+inline unsigned long long __shfl_sync(uint32_t full, unsigned long long v, int lane) {
+  const auto low = __shfl_sync(full, static_cast<uint32_t>(v), lane);
+  return low | static_cast<unsigned long long>(
+                   __shfl_sync(full, static_cast<uint32_t>(v >> 32), lane)) << 32;
 }
 inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, uint32_t bar) {
   for (int r = 0; r < 64; ++r)
@@ -143,7 +165,9 @@ inline bool __all_sync(uint32_t, bool yes) { return __ballot_sync(0, yes) == ~0u
 inline void products_begin() {}
 inline void products_commit() {}
 template <int LEFT>
-void products_wait() {}
+void products_wait() {  // of the whole warp
+  host::warp_wait();
+}
 template <int N>
 void hold(float (&)[N]) {}
 inline void score_product(float (&s)[32], uint2 a, uint2 b, int add) {
@@ -153,6 +177,7 @@ inline void value_product(float (&o)[64], uint2 a, uint2 b, int add) {
   host::multiply<128>(o, a, b, add, true);
 }
 inline void adders_sync() { host::wait(host::adders[&host::block()], 256); }
+inline void group_sync(int group) { host::wait(host::groups[{&host::block(), group}], 128); }
 template <int N>
 void registers_down() {}
 template <int N>

@@ -177,5 +177,5 @@ def test_the_kernel_compiles_and_keeps_its_registers(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr[-3000:]
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr)]
-    assert len(spilled) == 4 and max(spilled) <= 64, spilled
+    assert len(spilled) == 4 and max(spilled) <= 80, spilled
     assert "wgmma" not in done.stderr  # no complaint that products wait for each other

@@ -2,8 +2,8 @@
 //
 // One CTA takes a row of 64 heads x 512 dims (or a share of its slots: a cluster then takes the row)
 // and walks its slots in tiles of 64. Its warps have roles:
-//   8 decode   bring packed entries into rings of their own and turn them into bf16, in one of two
-//              key buffers
+//   8 decode   turn packed entries, read a tile ahead into registers, into bf16 in one of two key
+//              buffers
 //   4 score    multiply queries by keys and turn scores into weights
 //   4 + 4 add  the weighted entries, each group half of the dims
 //
@@ -21,26 +21,19 @@ namespace {
 constexpr int HEADS = 64, DIM = 512, TILE = 64;
 constexpr int DECODERS = 8, SCORERS = 4, ADDERS = 8;  // warps
 constexpr int THREADS = 32 * (DECODERS + SCORERS + ADDERS);
-// Registers by role, of 96 on average; a share of a row needs more where it ends.
-template <int SHARES>
-constexpr int DECODE_REGISTERS = SHARES == 1 ? 48 : 40;
-constexpr int SCORE_REGISTERS = 64;
-template <int SHARES>
-constexpr int ADD_REGISTERS = SHARES == 1 ? 160 : 168;
+constexpr int DECODE_REGISTERS = 48, SCORE_REGISTERS = 64, ADD_REGISTERS = 160;  // of 96 on average
 constexpr int MAIN_BYTES = 288, WINDOW_BYTES = 528;
 constexpr int STEPS = TILE / 2 / DECODERS;  // of a decoder in a tile, two keys a step
-constexpr int SLOT = 2 * MAIN_BYTES, SLOTS = STEPS;  // raw ring of a decoder: a tile of main entries,
-                                                     // or two steps of window entries
 
 constexpr uint32_t Q_AT = 0, K_AT = 65536, KEYS = 65536, P_AT = K_AT + 2 * KEYS;
-constexpr uint32_t RAW_AT = P_AT + 8192, MISC_AT = RAW_AT + DECODERS * SLOTS * SLOT;
+constexpr uint32_t MISC_AT = P_AT + 8192;
 constexpr uint32_t Q_FULL = MISC_AT, Q_EMPTY = MISC_AT + 8, P_FULL = MISC_AT + 16;
 constexpr uint32_t K_FULL = MISC_AT + 24;
 constexpr uint32_t K_EMPTY = MISC_AT + 40;  // by buffer and half of its keys
-constexpr uint32_t VALID = MISC_AT + 80;    // by buffer and decoder, a byte each
-constexpr uint32_t RAW_FULL = MISC_AT + 128;                        // by decoder and slot
+constexpr uint32_t VALID = MISC_AT + 80;  // by buffer and decoder, a byte each
 constexpr uint32_t FADE = MISC_AT + 512, INVERSE = MISC_AT + 1024;  // of two tiles, two rows
-constexpr uint32_t PEAK = MISC_AT + 1536, TOTAL = MISC_AT + 1792, SMEM = MISC_AT + 2048;
+constexpr uint32_t PEAK = MISC_AT + 1536, TOTAL = MISC_AT + 1792;
+constexpr uint32_t SMEM = MISC_AT + 2048;
 static_assert(SMEM <= 232448, "shared memory");
 
 struct Params {
@@ -57,7 +50,7 @@ struct Params {
     float scale;  // of the scores, in base 2, with the 2^8
 };
 
-__device__ alignas(16) uint8_t nothing[544];  // what an absent entry reads
+__device__ alignas(16) uint8_t nothing[WINDOW_BYTES];  // what an absent entry reads
 
 // ---- number formats --------------------------------------------------------------------------
 
@@ -108,12 +101,14 @@ DEVICE uint2 further(uint2 tile, uint32_t bytes) {
     return make_uint2(tile.x + (bytes >> 4), tile.y);
 }
 
-DEVICE void load_queries(const CUtensorMap* map, int row, uint32_t smem) {
-    uint32_t bar = smem + Q_FULL;
-    arrive_expect(bar, HEADS * DIM * 2);
+DEVICE void load_queries(const CUtensorMap* map, int row, uint32_t smem, int warp) {  // a quarter
+    const uint32_t bar = smem + Q_FULL;
+    arrive_expect(bar, HEADS * DIM * 2 / SCORERS);
 #pragma unroll
-    for (int c = 0; c < DIM / 64; c++)
+    for (int i = 0; i < DIM / 64 / SCORERS; i++) {
+        const int c = i * SCORERS + warp;
         copy_box(smem + Q_AT + c * 8192, map, c * 64, row * HEADS, bar);
+    }
 }
 
 // ---- the walk over a row's tiles -------------------------------------------------------------
@@ -167,115 +162,153 @@ DEVICE Place after(const Walk& w, Place at) {
     return at.t + 1 < w.count ? Place{at.row, at.t + 1} : Place{at.row + w.row_step, 0};
 }
 
-template <int SHARES>
-DEVICE void decode(const Params& p, uint32_t smem, int warp, int lane) {
-    const Walk w = walk_of<SHARES>(p);
-    const uint32_t raw = smem + RAW_AT + warp * SLOTS * SLOT;
-    const uint32_t full = smem + RAW_FULL + warp * SLOTS * 8;
-    // Keys 2 warp and 2 warp + 1 of every 16; a lane decodes 16 dims, the halves in an order that
-    // spreads the stores of neighbours over all banks.
-    const int key = 2 * DECODERS * (lane / 2) + 2 * warp + lane % 2;  // lane 2 i + j copies j of step i
-    const bool swap = lane / 4 % 2;
-    const int first = 2 * (warp % 4), piece = 2 * (lane % 4) + swap;
-    const uint32_t put = smem + K_AT + (warp / 4) * 8192 + (lane / 4) * 1024 + first * 128 +
-                         ((piece ^ first) << 4);
+// What a lane holds of the entries to come, 16 dims of each key: four steps of main entries or two of
+// window entries, two keys a step.
+struct Ahead {
+    uint32_t main[4][2][3];  // by step and key: codes, scale; a window key takes a main step
+};
 
-    auto entry_at = [&](Place at) {
-        return lane < 2 * STEPS ? entry_of(p, w, at.row, w.rank + SHARES * at.t, key) : -1;
-    };
-    auto is_main = [&](Place at) { return w.rank + SHARES * at.t >= w.window_tiles; };
-    auto copy = [&](int step, const uint8_t* source, bool main) {
-        const int bytes = main ? MAIN_BYTES : WINDOW_BYTES, slot = main ? step : 2 * (step % 2);
-        if (lane == 2 * step) arrive_expect(full + slot * 8, 2 * bytes);
-        __syncwarp();
-        if (lane / 2 == step)
-            bulk_copy(raw + slot * SLOT + lane % 2 * bytes, source, bytes, full + slot * 8);
-    };
-
-    // Entries of the tile at hand, the next, and the one after that.
-    Place at{w.row, 0}, next = after(w, at);
-    int entry = entry_at(at), entry_next = entry_at(next), entry_after = entry_at(after(w, next));
-    const uint8_t* source = address_of(p, is_main(at), entry);
-    const uint8_t* source_next = address_of(p, is_main(next), entry_next);
-    if (at.row < w.rows)
-        for (int i = 0; i < (is_main(at) ? STEPS : 2); i++) copy(i, source, is_main(at));
-    uint32_t parities = 0;
-    for (uint32_t turn = 0; at.row < w.rows; turn++) {
-        const uint32_t buffer = turn & 1;
-        const bool main = is_main(at), main_next = is_main(next), more = next.row < w.rows;
-        uint32_t keys = put + buffer * KEYS;
-        for (int i = 0; i < STEPS; i++, keys += 2 * 8192) {
-            if (i % 2 == 0) wait(smem + K_EMPTY + buffer * 16 + i * 4, ((turn >> 1) & 1) ^ 1);
-            const int slot = main ? i : 2 * (i % 2);
-            wait(full + slot * 8, (parities >> slot) & 1);
-            parities ^= 1u << slot;
-            const uint32_t from = raw + slot * SLOT;
-            uint32_t v[4][4];
-            if (main) {
-                uint2 codes[2];
-                uint32_t scales[2];
+// Main entries of a step, whose addresses two lanes hold.
+template <int STEP>
+DEVICE void read_main(Ahead& to, unsigned long long source, int lane) {
 #pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    codes[k] = load64(from + k * MAIN_BYTES + lane * 8);
-                    scales[k] = load8(from + k * MAIN_BYTES + 256 + lane);
-                }
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    const uint32_t scale = main_scale(scales[k]);
-                    decode_main(swap ? codes[k].y : codes[k].x, scale, v[2 * k]);
-                    decode_main(swap ? codes[k].x : codes[k].y, scale, v[2 * k + 1]);
-                }
-            } else {
-                uint2 codes[2][2];
-                uint32_t scales[2];
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    const uint32_t at_key = from + k * WINDOW_BYTES + lane * 16;
-                    codes[k][0] = load64(at_key + (swap ? 8 : 0));
-                    codes[k][1] = load64(at_key + (swap ? 0 : 8));
-                    scales[k] = load8(from + k * WINDOW_BYTES + 512 + lane / 2);
-                }
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    const uint32_t scale = window_scale(scales[k]);
-                    decode_window(codes[k][0], scale, v[2 * k]);
-                    decode_window(codes[k][1], scale, v[2 * k + 1]);
-                }
-            }
-            store128(keys, v[0]);
-            store128(keys ^ 16, v[1]);
-            store128((keys ^ 16) + 128, v[2]);
-            store128(keys + 128, v[3]);
-            __syncwarp();
-            // What the freed slot can hold comes next.
-            if (!main && i < 2) {
-                copy(i + 2, source, false);
-            } else if (more) {
-                if (main == main_next) {
-                    copy(main ? i : i - 2, source_next, main);
-                } else if (main_next) {
-                    copy(2 * i - 4, source_next, true);
-                    copy(2 * i - 3, source_next, true);
-                } else if (i % 2) {
-                    copy(i / 2, source_next, false);
-                }
-            }
-        }
-        fence_async();
-        const uint32_t valid = __ballot_sync(~0u, entry >= 0);
-        if (lane == 0) {
-            store8(smem + VALID + buffer * 8 + warp, valid);
-            arrive(smem + K_FULL + buffer * 8);
-        }
-        at = next;
-        next = after(w, next);
-        entry = entry_next;
-        entry_next = entry_after;
-        entry_after = entry_at(after(w, next));
-        source = source_next;
-        source_next = address_of(p, is_main(next), entry_next);
+    for (int k = 0; k < 2; k++) {
+        const unsigned long long from = __shfl_sync(~0u, source, 2 * STEP + k);
+        fetch64(to.main[STEP][k], from + lane * 8);
+        to.main[STEP][k][2] = fetch8(from + 256 + lane);
     }
 }
+
+template <int STEP>
+DEVICE void read_window(Ahead& to, unsigned long long source, int lane) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        const unsigned long long from = __shfl_sync(~0u, source, 2 * STEP + k);
+        uint32_t(&x)[2][3] = to.main[STEP % 2 * 2 + k];
+        fetch128(x[0][0], x[0][1], x[1][0], x[1][1], from + lane * 16);
+        x[0][2] = fetch8(from + 512 + lane / 2);
+    }
+}
+
+DEVICE void put_key(uint32_t at, const uint32_t (&low)[4], const uint32_t (&high)[4]) {
+    store128(at, low);
+    store128(at ^ 16, high);
+}
+
+template <int SHARES>
+struct Decoder {
+    const Params& p;
+    const Walk& w;
+    const uint32_t smem;
+    const int warp, lane;
+    const bool swap;       // a lane decodes 16 dims, their halves in an order that spreads the stores
+    uint32_t place;        // of neighbours over all banks
+    unsigned long long source, source_next;  // where the lane's entry of a tile lies
+    Ahead ahead;
+    bool main_next, more;
+
+    template <int STEP>
+    DEVICE void main_step(uint32_t keys, uint32_t room, uint32_t parity) {
+        if (STEP % 2 == 0) wait(room + STEP * 4, parity);
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const uint32_t(&x)[3] = ahead.main[STEP][k];
+            const uint32_t scale = main_scale(x[2]);
+            uint32_t low[4], high[4];
+            decode_main(swap ? x[1] : x[0], scale, low);
+            decode_main(swap ? x[0] : x[1], scale, high);
+            put_key((k ? keys ^ 16 : keys) + STEP * 16384 + k * 128, low, high);
+        }
+        if (!more) return;
+        if (main_next) {
+            read_main<STEP>(ahead, source_next, lane);
+        } else if (STEP % 2) {
+            read_window<STEP / 2>(ahead, source_next, lane);
+        }
+    }
+
+    template <int STEP>
+    DEVICE void window_step(uint32_t keys, uint32_t room, uint32_t parity) {
+        if (STEP % 2 == 0) wait(room + STEP * 4, parity);
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const uint32_t(&x)[2][3] = ahead.main[STEP % 2 * 2 + k];
+            const uint32_t scale = window_scale(x[0][2]);
+            uint32_t low[4], high[4];
+            decode_window(swap ? make_uint2(x[1][0], x[1][1]) : make_uint2(x[0][0], x[0][1]), scale, low);
+            decode_window(swap ? make_uint2(x[0][0], x[0][1]) : make_uint2(x[1][0], x[1][1]), scale, high);
+            put_key((k ? keys ^ 16 : keys) + STEP * 16384 + k * 128, low, high);
+        }
+        if (STEP < 2) {
+            read_window<STEP % 2 + 2>(ahead, source, lane);
+        } else if (more) {
+            if (main_next) {
+                read_main<STEP % 2 * 2>(ahead, source_next, lane);
+                read_main<STEP % 2 * 2 + 1>(ahead, source_next, lane);
+            } else {
+                read_window<STEP % 2>(ahead, source_next, lane);
+            }
+        }
+    }
+
+    DEVICE bool is_main(Place at) const { return w.rank + SHARES * at.t >= w.window_tiles; }
+    DEVICE int entry_at(Place at) const {  // of lane 2 i + j: key j of step i
+        const int key = 2 * DECODERS * (lane / 2) + 2 * warp + lane % 2;
+        return lane < 2 * STEPS ? entry_of(p, w, at.row, w.rank + SHARES * at.t, key) : -1;
+    }
+
+    DEVICE Decoder(const Params& p_, const Walk& w_, uint32_t smem_, int warp_, int lane_)
+        : p(p_), w(w_), smem(smem_), warp(warp_), lane(lane_), swap(lane_ / 4 % 2) {
+        const int first = 2 * (warp % 4), part = 2 * (lane % 4) + swap;
+        place = smem + K_AT + (warp / 4) * 8192 + (lane / 4) * 1024 + first * 128 + ((part ^ first) << 4);
+    }
+
+    DEVICE void run() {
+        Place at{w.row, 0}, next = after(w, at);
+        int entry = entry_at(at), entry_next = entry_at(next);
+        if (at.row >= w.rows) return;
+        source = (unsigned long long)address_of(p, is_main(at), entry);
+        if (is_main(at)) {
+            read_main<0>(ahead, source, lane);
+            read_main<1>(ahead, source, lane);
+            read_main<2>(ahead, source, lane);
+            read_main<3>(ahead, source, lane);
+        } else {
+            read_window<0>(ahead, source, lane);
+            read_window<1>(ahead, source, lane);
+        }
+        uint32_t valid = __ballot_sync(~0u, entry >= 0);
+        for (uint32_t turn = 0; at.row < w.rows; turn++) {
+            const uint32_t buffer = turn & 1, parity = turn >> 1 & 1 ^ 1;
+            const uint32_t keys = place + buffer * KEYS, room = smem + K_EMPTY + buffer * 16;
+            main_next = is_main(next);
+            more = next.row < w.rows;
+            source_next = (unsigned long long)address_of(p, main_next, entry_next);
+            const uint32_t valid_next = __ballot_sync(~0u, entry_next >= 0);
+            const Place later = after(w, next);
+            entry_next = entry_at(later);
+            if (is_main(at)) {
+                main_step<0>(keys, room, parity);
+                main_step<1>(keys, room, parity);
+                main_step<2>(keys, room, parity);
+                main_step<3>(keys, room, parity);
+            } else {
+                window_step<0>(keys, room, parity);
+                window_step<1>(keys, room, parity);
+                window_step<2>(keys, room, parity);
+                window_step<3>(keys, room, parity);
+            }
+            if (lane == 0) store8(smem + VALID + buffer * 8 + warp, valid);
+            fence_async();
+            __syncwarp();
+            if (lane == 0) arrive(smem + K_FULL + buffer * 8);
+            valid = valid_next;
+            source = source_next;
+            at = next;
+            next = later;
+        }
+    }
+};
 
 constexpr float LAZY = 8.0f;  // a maximum is raised only when weights would pass 2^8
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -313,7 +346,14 @@ DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int wa
             const uint32_t valid1 = load8(smem + VALID + buffer * 8 + quad + 4);
             products_wait<0>();
             hold(s);
-            if (last && lane == 0) arrive(smem + Q_EMPTY);
+            if (last && row + w.row_step < w.rows) {  // the last products with these queries
+                if (lane == 0) {
+                    arrive(smem + Q_EMPTY);
+                    wait(smem + Q_EMPTY, row_turn);
+                    load_queries(map, row + w.row_step, smem, warp);
+                }
+                __syncwarp();
+            }
 
             if (!__all_sync(~0u, (valid0 & valid1) == 255)) {
 #pragma unroll
@@ -388,11 +428,6 @@ DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int wa
             fence_async();
             __syncwarp();
             if (lane == 0) arrive(smem + P_FULL);
-            if (last && warp == 0 && lane == 0 && row + w.row_step < w.rows) {
-                wait(smem + Q_EMPTY, row_turn);
-                load_queries(map, row + w.row_step, smem);
-            }
-            __syncwarp();
         }
     }
 }
@@ -405,7 +440,8 @@ DEVICE void release(uint32_t smem, uint32_t buffer, int half, bool one) {
 }
 
 template <int SHARES>
-DEVICE void add(const Params& p, uint32_t smem, int group, int warp, int lane) {
+DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int group, int warp,
+                int lane) {
     const Walk w = walk_of<SHARES>(p);
     const int head = 16 * warp + lane / 4, quad = lane % 4;
     uint32_t turn = 0, row_turn = 0;
@@ -441,29 +477,45 @@ DEVICE void add(const Params& p, uint32_t smem, int group, int warp, int lane) {
                                   further(entries, k * 16384 + n * 2048), t + k > 0);
                 if (k % 2) products_commit();
             }
-            release<1>(smem, buffer, 0, lane == 0);
-            release<0>(smem, buffer, 1, lane == 0);
+            if (SHARES == 1 && t == w.count - 1) {  // the buffer is given back below
+                products_wait<0>();
+            } else {
+                release<1>(smem, buffer, 0, lane == 0);
+                release<0>(smem, buffer, 1, lane == 0);
+            }
             hold(out[0]), hold(out[1]);
         }
         if (SHARES == 1) {
             const uint32_t at = smem + INVERSE + row_turn * 256 + head * 4;
             const float r0 = loadf(at), r1 = loadf(at + 32);
-            // Lanes trade pairs so that each stores four neighbours.
-            const bool odd = quad & 1;
-            uint16_t* to = p.out + ((long long)row * HEADS + head) * DIM + group * 256 +
-                           (odd ? 8 : 0) + 4 * (quad / 2);
+            // The row lies where the group's half of the last keys was until it is on its way.
+            const uint32_t buffer = (turn - 1) & 1;
+            const uint32_t mine = smem + K_AT + buffer * KEYS + group * 4096 + warp % 2 * 2048 +
+                                  warp / 2 * 8192;
+            group_sync(group);
 #pragma unroll
-            for (int j = 0; j < 32; j += 2) {
-                const float* x = out[j / 16] + 4 * (j % 16);
-                uint32_t a0 = pair(x[0] * r0, x[1] * r0), a1 = pair(x[2] * r1, x[3] * r1);
-                uint32_t b0 = pair(x[4] * r0, x[5] * r0), b1 = pair(x[6] * r1, x[7] * r1);
-                uint32_t got0 = __shfl_xor_sync(~0u, odd ? a0 : b0, 1);
-                uint32_t got1 = __shfl_xor_sync(~0u, odd ? a1 : b1, 1);
-                *reinterpret_cast<uint2*>(to + 8 * j) =
-                    odd ? make_uint2(got0, b0) : make_uint2(a0, got0);
-                *reinterpret_cast<uint2*>(to + 8 * j + 8 * DIM) =
-                    odd ? make_uint2(got1, b1) : make_uint2(a1, got1);
+            for (int c = 0; c < 4; c++) {  // 16 heads x 64 dims
+                const uint32_t line = mine + c * 16384 + lane / 4 * 128 + quad * 4;
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const float* x = out[c / 2] + (c % 2 * 8 + j) * 4;
+                    const uint32_t at_j = line + ((j ^ (lane / 4)) << 4);
+                    store32(at_j, pair(x[0] * r0, x[1] * r0));
+                    store32(at_j + 1024, pair(x[2] * r1, x[3] * r1));
+                }
             }
+            fence_async();
+            __syncwarp();
+            if (lane == 0) {
+#pragma unroll
+                for (int c = 0; c < 4; c++)
+                    store_box(out_map, group * 256 + c * 64, row * HEADS + warp * 16,
+                              mine + c * 16384);
+                stores_read();
+                arrive(smem + K_EMPTY + buffer * 16);
+                arrive(smem + K_EMPTY + buffer * 16 + 8);
+            }
+            __syncwarp();
         } else {
             // Sums of this share, fp32, where the keys were; groups of 8 floats swizzled by head.
             adders_sync();  // no product reads the keys any more
@@ -510,30 +562,30 @@ DEVICE void combine(const Params& p, uint32_t smem, int rank, int row) {
 }
 
 template <int SHARES>
-DEVICE void walk(const CUtensorMap* map, const Params& p, uint32_t smem) {
+DEVICE void walk(const CUtensorMap* map, const CUtensorMap* out_map, const Params& p, uint32_t smem) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        init_barrier(smem + Q_FULL, 1);
+        init_barrier(smem + Q_FULL, SCORERS);
         init_barrier(smem + Q_EMPTY, SCORERS);
         init_barrier(smem + P_FULL, SCORERS);
         for (int i = 0; i < 2; i++) init_barrier(smem + K_FULL + i * 8, DECODERS);
         for (int i = 0; i < 4; i++) init_barrier(smem + K_EMPTY + i * 8, ADDERS);
-        for (int i = 0; i < DECODERS * SLOTS; i++) init_barrier(smem + RAW_FULL + i * 8, 1);
         barriers_made();
     }
     __syncthreads();
     if (warp < DECODERS) {
-        registers_down<DECODE_REGISTERS<SHARES>>();
-        decode<SHARES>(p, smem, warp, lane);
+        registers_down<DECODE_REGISTERS>();
+        const Walk w = walk_of<SHARES>(p);
+        Decoder<SHARES>(p, w, smem, warp, lane).run();
     } else if (warp < DECODERS + SCORERS) {
         registers_down<SCORE_REGISTERS>();
-        if (warp == DECODERS && lane == 0) load_queries(map, blockIdx.x / SHARES, smem);
+        if (lane == 0) load_queries(map, blockIdx.x / SHARES, smem, warp - DECODERS);
         __syncwarp();
         score<SHARES>(p, map, smem, warp - DECODERS, lane);
     } else {
-        registers_up<ADD_REGISTERS<SHARES>>();
+        registers_up<ADD_REGISTERS>();
         const int place = warp - DECODERS - SCORERS;
-        add<SHARES>(p, smem, place / 4, place % 4, lane);
+        add<SHARES>(p, out_map, smem, place / 4, place % 4, lane);
     }
 }
 
@@ -573,11 +625,12 @@ namespace {
 
 template <int SHARES>
 __global__ void __launch_bounds__(THREADS, 1)
-    attend(const __grid_constant__ CUtensorMap map, const __grid_constant__ Params p) {
+    attend(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap out_map,
+           const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t smem = uint32_t(__cvta_generic_to_shared(shared));
     if (smem % 1024) __trap();
-    walk<SHARES>(&map, p, smem);
+    walk<SHARES>(&map, &out_map, p, smem);
     if (SHARES > 1) {
         cluster_sync();
         combine<SHARES>(p, smem, blockIdx.x % SHARES, blockIdx.x / SHARES);
@@ -611,10 +664,11 @@ struct Launch {
 };
 
 template <int SHARES>
-cudaError_t start(const CUtensorMap& map, const Params& p, int grid, cudaStream_t stream) {
+cudaError_t start(const CUtensorMap& map, const CUtensorMap& out_map, const Params& p, int grid,
+                  cudaStream_t stream) {
     Launch<SHARES> launch(grid, stream);
     if (launch.ready != cudaSuccess) return launch.ready;
-    return cudaLaunchKernelEx(&launch.config, attend<SHARES>, map, p);
+    return cudaLaunchKernelEx(&launch.config, attend<SHARES>, map, out_map, p);
 }
 
 template <int SHARES>
@@ -642,13 +696,15 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
         return reinterpret_cast<Encode>(found);
     }();
     if (!encode) return cudaErrorNotSupported;
-    CUtensorMap map;
+    CUtensorMap map, out_map;
     const cuuint64_t sizes[2] = {DIM, cuuint64_t(rows) * HEADS}, strides[1] = {DIM * 2};
-    const cuuint32_t box[2] = {64, HEADS}, steps[2] = {1, 1};
-    if (encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, q, sizes, strides, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
-        return cudaErrorInvalidValue;
+    auto boxes = [&](CUtensorMap* to, void* values, cuuint32_t heads) {
+        const cuuint32_t box[2] = {64, heads}, steps[2] = {1, 1};
+        return encode(to, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, values, sizes, strides, box, steps,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    if (boxes(&map, q, HEADS) || boxes(&out_map, out, 16)) return cudaErrorInvalidValue;
     const Params p = params(window, window_idx, main, main_idx, sink, out, rows, window_slots,
                             main_slots, window_entries, window_block, main_entries, main_block,
                             scale);
@@ -659,10 +715,10 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
         cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
         return count;
     }();
-    if (shares == 1) return start<1>(map, p, p.rows < processors ? p.rows : processors, s);
-    if (shares == 2) return start<2>(map, p, p.rows * 2, s);
-    if (shares == 3) return start<3>(map, p, p.rows * 3, s);
-    if (shares == 4) return start<4>(map, p, p.rows * 4, s);
+    if (shares == 1) return start<1>(map, out_map, p, p.rows < processors ? p.rows : processors, s);
+    if (shares == 2) return start<2>(map, out_map, p, p.rows * 2, s);
+    if (shares == 3) return start<3>(map, out_map, p, p.rows * 3, s);
+    if (shares == 4) return start<4>(map, out_map, p, p.rows * 4, s);
     return cudaErrorInvalidValue;
 }
 

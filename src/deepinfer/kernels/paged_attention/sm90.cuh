@@ -50,11 +50,23 @@ DEVICE void wait(uint32_t bar, uint32_t parity) {
 #endif
 }
 
-DEVICE void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t bar) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(to), "l"(from), "r"(bytes), "r"(bar)
-        : "memory");
+// Packed entries, which nothing writes meanwhile and nobody reads again soon.
+DEVICE void fetch64(uint32_t (&x)[3], unsigned long long from) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(x[0]), "=r"(x[1])
+                 : "l"(from));
+}
+
+DEVICE void fetch128(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned long long from) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "l"(from));
+}
+
+DEVICE uint32_t fetch8(unsigned long long from) {
+    uint32_t x;
+    asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(x) : "l"(from));
+    return x;
 }
 
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -65,6 +77,16 @@ DEVICE void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, u
         "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(map), "r"(column), "r"(row), "r"(bar)
         : "memory");
+}
+
+DEVICE void store_box(const CUtensorMap* map, int column, int row, uint32_t from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::
+                     "l"(map), "r"(column), "r"(row), "r"(from)
+                 : "memory");
+}
+
+DEVICE void stores_read() {  // what the stores take from shared memory may be overwritten
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 DEVICE uint32_t load32(uint32_t at) {
@@ -175,6 +197,9 @@ DEVICE void value_product(float (&o)[64], uint2 a, uint2 b, int add) {
 }
 
 DEVICE void adders_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+DEVICE void group_sync(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
+}
 
 DEVICE void barriers_made() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
