@@ -171,10 +171,11 @@ def test_forms_write_records_that_can_be_shown(
     assert main(["bench", "decode", *common, *small]) == 0
     assert main(["bench", "prefill", *common, "--rows", "24", "--no-split"]) == 0
     sliced = ["--ranks", "2", "--accepted", "1.5", "--no-split"]
-    sliced += ["--set", "numerics.index_scores=final"]
+    sliced += ["--set", "numerics.index_scores=final", "--with-prefill", "64"]
     assert main(["bench", "slice", *common, *small, *sliced]) == 0
     capsys.readouterr()
-    decode, prefill, piece = (read_step(line) for line in out.read_text().splitlines())
+    decode, prefill, piece, chunk = (read_step(line) for line in out.read_text().splitlines())
+    assert chunk.rows == 64 and chunk.replay == "compact" and chunk.context == 0
     assert decode.form == "decode" and decode.tokens == 2 and decode.ops and decode.kinds
     assert prefill.tokens == 24 and not prefill.ops and prefill.rows == 24
     assert decode.settings == {"numerics.batch_invariant": False}

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import IO, Any, Final
@@ -92,11 +92,13 @@ def measure_kernels(
     workers: int = 1,
     tell: Callable[[str], None] = lambda text: None,
     points: Collection[tuple[str, int]] | None = None,
+    compile_only: bool = False,
 ) -> list[KernelRecord]:
     """Compile and compare every member in `workers` processes, then time them in one.
 
     seconds  when to stop; what was not reached is recorded as left out
     points   (task, rows) to time, None = all
+    compile_only  time nothing: records hold errors, and what failed
     """
     end = time.monotonic() + seconds
     picked = pick_device(device)
@@ -104,11 +106,12 @@ def measure_kernels(
     members = list_members(shape, arch, only, peers, skip, points)
     tell(f"{len(members)} members on {arch}; compiling and comparing with {workers} workers")
     options = (device, shape, "1" if peers else "0")
-    end_warm = time.monotonic() + _WARM_SHARE * seconds
+    end_warm = time.monotonic() + (1.0 if compile_only else _WARM_SHARE) * seconds
     checked, worker = _warm(members, options, workers, end_warm)
     ceilings = Ceilings(**_expect(worker.ask("ceilings", [], _START_S)))
     timed: dict[str, dict[str, Any]] = {}
-    for (task, rows), group in groupby(members, key=lambda m: (m.task, m.rows)):
+    timeable = [] if compile_only else members
+    for (task, rows), group in groupby(timeable, key=lambda m: (m.task, m.rows)):
         keys = [m.key for m in group if "failed" not in checked.get(m.key, {"failed": ""})]
         while keys and time.monotonic() < end:
             answer = worker.ask("measure", keys, min(_MEASURE_S, end - time.monotonic() + 1.0))
@@ -127,7 +130,16 @@ def measure_kernels(
         "versions": describe_versions(),
         "ceilings": asdict(ceilings),
     }
-    return [_record(m, checked.get(m.key), timed.get(m.key), ceilings, common) for m in members]
+    found = [_record(m, checked.get(m.key), timed.get(m.key), ceilings, common) for m in members]
+    return [_untimed(record) for record in found] if compile_only else found
+
+
+def _untimed(record: KernelRecord) -> KernelRecord:
+    """Say what comparing gave where nothing was to be timed."""
+    if record.failed != "left out" or record.first_s is None:
+        return record
+    error = "nothing to compare" if record.error is None else f"error {record.error:.1e}"
+    return replace(record, failed=f"not timed; {error}, first call {record.first_s:.1f} s")
 
 
 def _expect(answer: dict[str, Any]) -> dict[str, Any]:

@@ -152,8 +152,12 @@ def measure_steps(
     device: str,
     asked: Asked,
     tell: Callable[[str], None] = lambda text: None,
+    keep: Callable[[StepRecord], None] = lambda record: None,
 ) -> list[StepRecord]:
-    """Time a decode or prefill step (or its layers) for each number of sequences."""
+    """Time a decode or prefill step (or its layers) for each number of sequences.
+
+    keep  called with each record once it is measured
+    """
     plan = Slice(ranks=asked.ranks, mode="fold", seed=asked.seed) if asked.ranks > 1 else None
     _check(config, asked, plan)
     records: list[StepRecord] = []
@@ -166,6 +170,7 @@ def measure_steps(
         records.append(
             _record(form, bench, asked, timed, split, tokens, plan, chip, form == "prefill")
         )
+        keep(records[-1])
         tell(f"{form}: {sequences} x {asked.rows} rows {timed.us:,.0f} us ({timed.mode})")
     return records
 
@@ -179,28 +184,38 @@ def measure_slice(
     accepted: float,
     prefill: bool = False,
     tell: Callable[[str], None] = lambda text: None,
+    keep: Callable[[StepRecord], None] = lambda record: None,
+    chunk: Asked | None = None,
 ) -> list[StepRecord]:
     """Time one rank's step for each number of sequences, and add the modelled network.
 
     accepted  tokens that a sequence gains in a step: the law of acceptance
+    keep      called with each record once it is measured
+    chunk     a prompt's chunk to time afterwards on the same weights
     """
     _check(config, asked, plan)
-    form: Form = "prefill" if prefill else "decode"
+    todo = [(asked, sequences, prefill) for sequences in asked.sequences]
+    if chunk is not None:
+        _check(config, chunk, plan)
+        todo += [(chunk, sequences, True) for sequences in chunk.sequences]
     records: list[StepRecord] = []
     bench: ModelBench | None = None
     chip = _chip(device)
-    for sequences in asked.sequences:
-        bench, step = _prepare(form, config, device, asked, sequences, plan, bench)
+    for part, sequences, whole in todo:
+        form: Form = "prefill" if whole else "decode"
+        bench, step = _prepare(form, config, device, part, sequences, plan, bench)
         exchanges: tuple[Replayed, ...] = ()
         if plan.mode == "replay":
-            exchanges = install(plan, bench.model, sequences * asked.rows, bench.device)
-        timed, split = _run(bench, step, asked.split, not prefill)
-        tokens = float(sequences * asked.rows) if prefill else accepted * sequences
-        record = _record("slice", bench, asked, timed, split, tokens, plan, chip, prefill)
+            exchanges = install(plan, bench.model, sequences * part.rows, bench.device)
+        timed, split = _run(bench, step, part.split, not whole)
+        tokens = float(sequences * part.rows) if whole else accepted * sequences
+        record = _record("slice", bench, part, timed, split, tokens, plan, chip, whole)
         drawn = [rows.pick.shape[0] for e in exchanges for rows in e.drawn.values()]
         pairs = sum(drawn) / len(drawn) if drawn else 0.0
-        records.append(_with_network(record, bench, asked, plan, fabric, accepted, prefill, pairs))
-        tell(f"slice: {sequences} x {asked.rows} rows {timed.us:,.0f} us ({timed.mode})")
+        record = _with_network(record, bench, part, plan, fabric, accepted, whole, pairs)
+        records.append(record)
+        keep(record)
+        tell(f"slice: {sequences} x {part.rows} rows {timed.us:,.0f} us ({timed.mode})")
     return records
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -133,6 +134,9 @@ def _add_kernels(forms: SubParsers[argparse.ArgumentParser]) -> None:
     )
     kernels.add_argument(
         "--goals", action="store_true", help="only tasks and row counts that a goal speaks of"
+    )
+    kernels.add_argument(
+        "--compile-only", action="store_true", help="compile and compare, time nothing"
     )
     kernels.add_argument("--peers", action="store_true", help="installed libraries beside ours")
     kernels.add_argument(
@@ -269,6 +273,14 @@ def _add_slice(parser: argparse.ArgumentParser) -> None:
         help="tokens that a sequence gains in a step (%(default)s)",
     )
     parser.add_argument("--prefill", action="store_true", help="a prompt's chunk, not decoding")
+    parser.add_argument(
+        "--with-prefill",
+        type=positive,
+        nargs="?",
+        const=4096,
+        metavar="ROWS",
+        help="after decode steps a prompt's chunk of ROWS (4096) on the same weights",
+    )
     for name, value, what in (
         ("--dispatch-us", 20.0, "latency of sending rows"),
         ("--combine-us", 25.0, "latency of sending results back"),
@@ -282,7 +294,7 @@ def _add_slice(parser: argparse.ArgumentParser) -> None:
 def _run_steps(args: argparse.Namespace) -> int:
     from deepinfer.bench.slices import Fabric, Slice
     from deepinfer.bench.stepreport import step_table
-    from deepinfer.bench.steps import Asked, measure_slice, measure_steps
+    from deepinfer.bench.steps import Asked, StepRecord, measure_slice, measure_steps
     from deepinfer.config.load import load_model_config, released_config
 
     config = released_config()
@@ -309,16 +321,26 @@ def _run_steps(args: argparse.Namespace) -> int:
         numerics=settings.numerics,
         settings=changed_settings(settings),
     )
+
+    def keep(record: StepRecord) -> None:
+        if out is not None:
+            append(out, [record])
+
     if args.form == "slice":
+        chunk = None
+        if args.with_prefill:
+            rows, replay = args.with_prefill, args.replay
+            chunk = replace(
+                asked, sequences=(1,), rows=rows, context=0, replay=replay, keep=args.keep
+            )
         plan = Slice(ranks=args.ranks, mode=args.mode, hot=args.hot)
         fabric = Fabric(dispatch_us=args.dispatch_us, combine_us=args.combine_us, gb_s=args.gb_s)
         records = measure_slice(
-            config, args.device, asked, plan, fabric, args.accepted, prefill, note
+            config, args.device, asked, plan, fabric, args.accepted, prefill, note, keep, chunk
         )
     else:
-        records = measure_steps(args.form, config, args.device, asked, note)
+        records = measure_steps(args.form, config, args.device, asked, note, keep)
     if out is not None:
-        append(out, records)
         note(f"{out}: {len(records)} records added")
     print(step_table(records))
     return 0
@@ -346,6 +368,7 @@ def _run_kernels(args: argparse.Namespace) -> int:
         args.workers,
         note,
         GOAL_POINTS if args.goals else None,
+        args.compile_only,
     )
     if out is not None:
         append(out, records)
@@ -353,7 +376,7 @@ def _run_kernels(args: argparse.Namespace) -> int:
     if args.plot is not None:
         draw_kernels(records, Path(args.plot).expanduser())
     print(kernel_table(records))
-    return 0 if any(not record.failed for record in records) else 1
+    return 0 if args.compile_only or any(not record.failed for record in records) else 1
 
 
 def _show(file: Path, plot: Path | None, brief: bool) -> str:
