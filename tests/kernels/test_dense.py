@@ -15,7 +15,7 @@ from deepinfer.kernels import nvcc
 from deepinfer.kernels.linear import Fp8Weight, copied, reference
 from deepinfer.kernels.linear.reference import dequantize_blocks
 from deepinfer.kernels.packed import pack_fp8
-from deepinfer.kernels.packed.dense import SOURCE, schedule_of, share_of, split_of
+from deepinfer.kernels.packed.dense import SOURCE, fixed_split, plan, share_of
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,12 @@ def multiply(library: ctypes.CDLL, name: str, x: Tensor, weight: Fp8Weight, spli
         ("few_128", 1, (256, 512, 1), 1),
         ("few_128", 9, (512, 768, 2), 3),
         ("some_128", 40, (512, 256, 2), 1),
+        ("step_128", 120, (256, 256, 1), 1),
+        ("step_192", 70, (256, 512, 1), 2),
         ("few_64", 23, (256, 512, 2), 4),
         ("half_128", 110, (256, 512, 1), 2),
-        ("step_256", 70, (256, 512, 1), 2),
         ("wide_128", 100, (256, 256, 1), 1),
         ("wide_192", 193, (256, 256, 1), 2),
-        ("wide_256", 129, (256, 256, 1), 1),
     ],
 )
 def test_products(
@@ -77,19 +77,16 @@ def test_products(
     assert torch.equal(alone[0], out[-1])
 
 
-def test_who_shares_a_sum_is_decided_by_the_matrix() -> None:
+def test_schedules_follow_the_size_and_fixed_splits_the_matrix() -> None:
     sizes = {(1792, 1, 5120): 8, (32768, 1, 1280): 1, (5120, 1, 8192): 4, (1024, 8, 4096): 2}
-    assert {size: split_of(*size) for size in sizes} == sizes
-    chosen = [schedule_of(5120, 1, 8192, rows) for rows in (1, 32, 33, 96, 128, 192, 4096)]
-    assert chosen[:4] == ["few_128", "few_128", "some_128", "half_128"]
-    assert chosen[4:] == ["step_192", "wide_192", "wide_192"]
-    assert [share_of(rows, "wide_128") for rows in (1, 192, 193, 384, 4096)] == [
-        8,
-        192,
-        104,
-        192,
-        192,
-    ]
+    assert {size: fixed_split(*size) for size in sizes} == sizes
+    wo_b = 5120, 1, 8192
+    plans = [plan(*wo_b, rows) for rows in (1, 64, 192, 4096)]
+    assert plans == [("few_64", 4), ("some_128", 5), ("wide_192", 4), ("wide_192", 1)]
+    assert plan(*wo_b, 4096, 4) == ("wide_192", 4)
+    assert plan(256, 1, 256, 1)[1] == 1  # too few inputs to share
+    shares = [share_of(rows, "wide_128") for rows in (1, 192, 193, 384, 4096)]
+    assert shares == [8, 192, 104, 192, 192]
 
 
 @pytest.mark.skipif(not nvcc.available(), reason="nvcc is not installed")

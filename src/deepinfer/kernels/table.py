@@ -114,9 +114,8 @@ _COPIED: Final = _hopper(
 )
 _FIXED: Final = _hopper(
     "linear.sm90_fixed",
-    "packed weights, their K shared as the weight says; not run on a card yet",
+    "packed weights, their K shared as the weight says",
     name="cuda fixed",
-    chosen=False,
 )
 _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
     "dense_linear": (

@@ -1,40 +1,17 @@
-"""Products with e4m3 weights in CUDA C++ for Hopper, a row's bits the same in any batch.
+"""The products of `sm90.py`, a row's bits the same in any batch.
 
-The kernels of `sm90.py`; what shares a sum is decided by the weight alone.
+Blocks that share a sum add in the order of their ranks, and the weight alone decides how many they
+are.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Final
 
-import torch
-from torch import Tensor
+from deepinfer.kernels.linear import sm90
 
-from deepinfer.kernels.linear import triton
-from deepinfer.kernels.packed.kept import kept_fp8
-from deepinfer.kernels.packed.run import dense, fixed_split
-from deepinfer.kernels.quantize.sm90 import round_trip
+__all__ = ["fp8_linear", "grouped_linear"]
 
-if TYPE_CHECKING:
-    from deepinfer.kernels.linear import Fp8Weight
-
-
-def fp8_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
-    """As the reference; other types than bf16 and small sizes take Triton."""
-    packed = kept_fp8(weight.codes, weight.scale) if x.dtype == torch.bfloat16 else None
-    if packed is None:
-        return triton.fp8_linear(x, weight, quantize_input)
-    x = round_trip(x, "act8") if quantize_input else x
-    return dense(x.contiguous().unsqueeze(1), packed, split=fixed_split(packed, x.device))
-
-
-def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
-    """As the reference; other types than bf16 and small sizes take Triton."""
-    groups = x.shape[1]
-    packed = None
-    if x.dtype == torch.bfloat16 and weight.codes.shape[0] // groups % 256 == 0:
-        packed = kept_fp8(weight.codes, weight.scale)
-    if packed is None:
-        return triton.grouped_linear(x, weight, quantize_input)
-    x = round_trip(x, "act8") if quantize_input else x
-    return dense(x.contiguous(), packed, groups, split=fixed_split(packed, x.device))
+fp8_linear: Final = partial(sm90.fp8_linear, fixed=True)
+grouped_linear: Final = partial(sm90.grouped_linear, fixed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -12,78 +13,113 @@ from torch import Tensor
 from deepinfer.kernels import nvcc
 from deepinfer.kernels.packed import Packed
 
-__all__ = ["SCHEDULES", "SOURCE", "multiply", "schedule_of", "share_of", "split_of"]
+__all__ = ["SCHEDULES", "SOURCE", "Schedule", "fixed_split", "multiply", "plan", "share_of"]
 
 SOURCE: Final = Path(__file__).with_name("dense.cu")
 
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One setting of the kernel, and what its time was found to be made of on an H200.
+
+    tokens, outputs  most of a tile
+    resident         blocks of a multiprocessor
+    costs            microseconds of a launch; of a round of tiles; of 64 inputs of a tile, and for
+                     each of its tokens; of sharing a sum, and for each token; of 64 inputs for
+                     each tile that a multiprocessor gets on average
+    """
+
+    tokens: int
+    outputs: int
+    resident: int
+    costs: tuple[float, ...]
+
+
 SCHEDULES: Final = {
-    "few_64": (32, 64, 3),
-    "few_128": (32, 128, 2),
-    "some_128": (64, 128, 2),
-    "half_128": (96, 128, 2),
-    "step_128": (128, 128, 1),
-    "step_192": (128, 192, 1),
-    "step_256": (128, 256, 1),
-    "wide_128": (192, 128, 1),
-    "wide_192": (192, 192, 1),
-    "wide_256": (192, 256, 1),
+    "few_64": Schedule(32, 64, 3, (1.28, 0.38, 0.2, 0.0015, 3.21, 0.032, 0.067)),
+    "few_128": Schedule(32, 128, 2, (1.2, 0.75, 0.067, 0.002, 3.18, 0.038, 0.252)),
+    "some_128": Schedule(64, 128, 2, (2.75, 0.0, 0.0, 0.0029, 0.0, 0.078, 0.269)),
+    "half_128": Schedule(96, 128, 2, (2.54, 2.16, 0.255, 0.0002, 2.24, 0.03, 0.232)),
+    "step_128": Schedule(128, 128, 1, (0.64, 3.01, 0.22, 0.0003, 2.07, 0.017, 0.158)),
+    "step_192": Schedule(128, 192, 1, (0.92, 3.79, 0.275, 0.0003, 1.92, 0.02, 0.284)),
+    "wide_128": Schedule(192, 128, 1, (0.4, 2.12, 0.0, 0.0019, 1.73, 0.018, 0.232)),
+    "wide_192": Schedule(192, 192, 1, (0.43, 3.88, 0.0, 0.0029, 5.21, 0.0, 0.289)),
 }
-"""Most tokens and outputs of a tile, blocks of a multiprocessor."""
 
 _HELD: Final = {
     1: (132, 66, 39, 30, 22, 17, 15, 15),
     2: (264, 132, 79, 62, 47, 39, 32, 30),
+    3: (396, 198, 124, 92, 69, 62, 47, 45),
 }
 """Blocks of a multiprocessor -> how many clusters of 1..8 blocks an H200 holds at once.
 
 Not asked of the card: which blocks share a sum decides its bits, on all cards alike.
 """
 
+_NAMES: Final = (
+    (32, ("few_64", "few_128")),
+    (64, ("some_128",)),
+    (128, ("half_128", "step_128", "step_192")),
+    (512, ("wide_128", "wide_192")),
+    (1 << 62, ("wide_192",)),
+)
+"""Most rows -> schedules that may take them."""
+
+_TYPICAL: Final = ((8, 1.0), (32, 1.0), (192, 1.0), (4096, 0.025))
+"""Rows, and what their time counts, where one split serves all."""
+
 
 @cache
-def split_of(outputs: int, groups: int, inputs: int) -> int:
+def plan(outputs: int, groups: int, inputs: int, rows: int, split: int = 0) -> tuple[str, int]:
+    """Return schedule and split for a number of rows, the fastest where no split is given."""
+    names = next(names for most, names in _NAMES if rows <= most)
+    splits = (split,) if split else _splits(inputs)
+    return min(
+        ((name, s) for name in names for s in splits),
+        key=lambda at: _time(at[0], at[1], outputs, groups, inputs, rows),
+    )
+
+
+@cache
+def fixed_split(outputs: int, groups: int, inputs: int) -> int:
     """Return how many blocks share the K of a matrix's tiles, whatever the number of rows."""
-    names = ("wide_128", "wide_192")
-    each = [
-        (_cycles(name, outputs, groups, inputs, 192, split), split)
-        for name in names
-        for split in range(1, 9)
-        if inputs // 128 >= 2 * split
-    ]
-    return min(each)[1]
+
+    def cost(split: int) -> float:
+        total = 0.0
+        for rows, share in _TYPICAL:
+            name, _ = plan(outputs, groups, inputs, rows, split)
+            total += share * _time(name, split, outputs, groups, inputs, rows)
+        return total
+
+    return min(_splits(inputs), key=cost)
 
 
-@cache
-def schedule_of(outputs: int, groups: int, inputs: int, rows: int) -> str:
-    """Return the schedule for a number of rows."""
-    split = split_of(outputs, groups, inputs)
-    if rows <= 32:
-        names: tuple[str, ...] = ("few_128",)
-    elif rows <= 64:
-        names = ("some_128",)
-    elif rows <= 96:
-        names = ("half_128",)
-    elif rows <= 128:
-        names = ("step_128", "step_192")
-    else:
-        names = ("wide_128", "wide_192")
-    return min(names, key=lambda name: _cycles(name, outputs, groups, inputs, rows, split))
+def _splits(inputs: int) -> range:
+    """Splits that leave each block four steps of 64 inputs."""
+    return range(1, max(1, min(8, inputs // 256)) + 1)
 
 
-def _cycles(name: str, outputs: int, groups: int, inputs: int, rows: int, split: int) -> float:
-    """Estimate a product's time: rounds of tiles, each with its start and end."""
-    most, height, resident = SCHEDULES[name]
-    tiles = groups * -(-outputs // height) * -(-rows // most)
-    rounds = -(-tiles // _HELD[resident][split - 1])
-    product = inputs / split / 16 * height / 64 * max(32, share_of(rows, name) / 2)
-    around = 2000 + 20 * share_of(rows, name) * (split > 1)
-    return rounds * (product * resident + around)
+def _time(name: str, split: int, outputs: int, groups: int, inputs: int, rows: int) -> float:
+    """Estimate a product's microseconds."""
+    schedule = SCHEDULES[name]
+    share, steps, shared = share_of(rows, name), inputs / 64 / split, float(split > 1)
+    tiles = groups * -(-outputs // schedule.outputs) * -(-rows // schedule.tokens)
+    rounds = -(-tiles // _HELD[schedule.resident][split - 1])
+    parts = (
+        1.0,
+        rounds,
+        rounds * steps,
+        rounds * steps * share,
+        rounds * shared,
+        rounds * shared * share,
+        tiles * split / _HELD[1][0] * steps,
+    )
+    return sum(cost * part for cost, part in zip(schedule.costs, parts, strict=True))
 
 
 def share_of(rows: int, name: str) -> int:
     """Return the tokens of a schedule's tile: equal parts, a multiple of 8."""
-    most = SCHEDULES[name][0]
-    parts = -(-rows // most)
+    parts = -(-rows // SCHEDULES[name].tokens)
     return -(-rows // (8 * parts)) * 8
 
 
@@ -99,13 +135,14 @@ def multiply(
     """Multiply all rows by an e4m3 matrix, each group of its outputs by its own inputs.
 
     x        [T, G, K] bf16, contiguous
-    name     the schedule, by default chosen by the number of rows
-    split    blocks that share one tile's K, by default chosen by the matrix: bits depend on it
+    name     the schedule, by default chosen for the number of rows
+    split    blocks that share one tile's K, by default chosen with it: a row's bits depend on it
     returns  [T, outputs] bf16, accumulated in fp32, rounded once
     """
     rows = x.shape[0]
     size = (weight.outputs // groups, groups, weight.inputs)
-    name, split = name or schedule_of(*size, rows), split or split_of(*size)
+    chosen, parts = plan(*size, rows, split)
+    name, split = (name, split or 1) if name else (chosen, parts)
     if out is None:
         out = torch.empty(rows, weight.outputs, dtype=torch.bfloat16, device=x.device)
     nvcc.call(
@@ -113,6 +150,6 @@ def multiply(
         x, weight.data, weight.row_scale, out,
         groups, size[0], weight.inputs, x.stride(0) * x.element_size(),
         rows, share_of(rows, name), weight.outputs,
-        nvcc.processors(x.device) * SCHEDULES[name][2], split,
+        nvcc.processors(x.device) * SCHEDULES[name].resident, split,
     )  # fmt: skip
     return out
