@@ -126,7 +126,7 @@ def list_members(
         found = [m for m in found if (m.task, m.rows) in points]
     named = [task for _, _, task in _TASKS]
     order = {task: place for place, task in enumerate(named)}
-    return sorted(found, key=lambda m: (order.get(_family(m.task), len(named)), m.task, m.rows))
+    return sorted(found, key=lambda m: (order.get(_family(m.task), len(named)), m.rows, m.task))
 
 
 def _family(task: str) -> str:
