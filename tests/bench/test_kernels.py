@@ -272,3 +272,11 @@ def test_records_round_trip_and_others_are_refused() -> None:
 def test_a_card_that_is_absent_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="cuda"):
         measure_kernels("cuda:63", "small")
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    root = Path(__file__).parents[2]
+    kept = (root / "benchmarks" / "kernels-h200.jsonl").read_text().splitlines()
+    table = kernel_table([read_record(line) for line in kept], brief=True)
+    page = (root / "docs" / "kernels.md").read_text()
+    assert "\n".join(line.rstrip() for line in table.splitlines()) in page

@@ -79,7 +79,7 @@ def step_table(records: Sequence[StepRecord], brief: bool = False) -> str:
 
 
 _COLUMNS: Final = (
-    ("step", 36), ("experts", 8), ("us", 9), ("tokens/s", 9), ("overlapped", 11), ("serial", 8),
+    ("step", 42), ("experts", 8), ("us", 9), ("tokens/s", 9), ("overlapped", 11), ("serial", 8),
     ("goal", 7), ("of goal", 8), ("x floor", 8), ("wait", 7), ("idle", 6), ("kernels/layer", 14),
 )  # fmt: skip
 
@@ -117,7 +117,7 @@ def _line(record: StepRecord) -> str:
         f"{record.launches_per_layer:.1f}" if record.launches else "-",
     ]
     widths = [width for _, width in _COLUMNS[1:]]
-    return f"{what:<36}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
+    return f"{what:<42}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
 
 
 def _lines(record: StepRecord) -> list[str]:
