@@ -14,14 +14,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def lines() -> Iterator[tuple[str, str]]:
+    """Yield page and command; where a block shows output, commands begin with `$`."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        is_code = False
-        for line in page.read_text(encoding="utf-8").splitlines():
-            if line.startswith("```"):
-                is_code = not is_code
-            text = line.strip().removeprefix("$ ")
-            if is_code and text.startswith("deepinfer "):
-                yield page.name, text
+        for block in page.read_text(encoding="utf-8").split("```")[1::2]:
+            prompt = "$ " if "\n$ " in block else ""
+            for line in block.splitlines():
+                if line.startswith(f"{prompt}deepinfer "):
+                    yield page.name, line.removeprefix(prompt)
 
 
 def test_command_lines_of_the_pages_are_taken() -> None:
