@@ -85,8 +85,7 @@ template <int N>
 void copies_wait() {}
 inline void group_fence() {}
 inline void group_commit() {}
-template <int N>
-void group_wait() {}
+inline void group_wait() {}
 inline uint4 load16(u32 at) {
   uint4 v;
   std::memcpy(&v, host::at(at), 16);
@@ -141,11 +140,6 @@ inline void cluster_barrier() {
 }
 inline void named_barrier(int id, int threads) {
   host::wait(host::gates[{&host::block(), u32(id)}], threads);
-}
-inline void named_barrier_arrive(int id, int threads) {
-  host::Gate& gate = host::gates[{&host::block(), u32(id)}];
-  ++host::progress;
-  if (++gate.waiting == threads) gate.waiting = 0, ++gate.turn;
 }
 inline void barriers_ready() {}
 inline void shared_to_products() {}

@@ -14,8 +14,7 @@ from torch import Tensor
 from deepinfer.errors import UnsupportedError
 from deepinfer.kernels import nvcc
 from deepinfer.kernels.expert_linear.reference import dequantize_rows, swiglu
-from deepinfer.kernels.linear.reference import dequantize_blocks
-from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, pack_fp8
+from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4
 from deepinfer.kernels.packed.kept import _kept, kept_fp4, kept_fp8, repack_fp4
 from deepinfer.kernels.packed.run import SOURCE, launches
 from deepinfer.kernels.quantize import act8, decode_ue8m0
@@ -63,19 +62,6 @@ def experts(
     return out
 
 
-def dense(
-    library: ctypes.CDLL, name: str, x: Tensor, weight: Packed, tiles: int, split: int
-) -> Tensor:
-    rows, groups, _ = x.shape
-    out = torch.full((rows, weight.outputs), torch.nan, dtype=torch.bfloat16)
-    call(
-        library, name, x, None, None, weight.data, weight.row_scale, None, out,
-        groups, weight.outputs // groups, weight.inputs, x.stride(0) * 2, rows, x.stride(1) * 2,
-        weight.outputs, 0, 0, tiles * split if split > 1 else 2, split,
-    )  # fmt: skip
-    return out
-
-
 def draw(
     generator: torch.Generator, experts: int, outputs: int, inputs: int
 ) -> tuple[Tensor, Tensor]:
@@ -94,6 +80,7 @@ CASES = [
     ("fp8_32", [0, 1, 7, 40, 0, 17]),
     ("fp8_64", [65, 0, 30]),
     ("fp8_128", [129, 3]),
+    ("exact_few", [0, 1, 7, 40, 0, 17]),
     ("exact_32", [0, 1, 7, 40, 0, 17]),
     ("exact_64", [65, 0, 30]),
     ("exact_144", [145, 3]),
@@ -152,53 +139,6 @@ def test_every_code_decodes_exactly(library: ctypes.CDLL, decoded: Decoded, seed
     assert torch.equal(out.float() * (4 if fp8 else 1), dequantize_rows(codes[0], scale[0]).T)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "size", "split"),
-    [
-        ("dense_32", 1, (256, 512, 1), 1),
-        ("dense_32", 9, (512, 768, 2), 3),
-        ("dense_96", 100, (512, 512, 1), 2),
-        ("dense_128", 129, (512, 256, 2), 1),
-    ],
-)
-def test_dense_products(
-    library: ctypes.CDLL, name: str, rows: int, size: tuple[int, int, int], split: int, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    outputs, inputs, groups = size
-    codes = torch.randint(0, 256, (outputs, inputs), generator=generator, dtype=torch.uint8)
-    codes[(codes & 127) == 127] = 1
-    stored = codes.view(torch.float8_e4m3fn)
-    shape = (outputs // 32, inputs // 32)
-    scale = torch.randint(100, 104, shape, generator=generator, dtype=torch.uint8)
-    x = torch.randint(-1, 2, (rows, groups, inputs), generator=generator).bfloat16()
-    tiles = outputs // (128 if name == "dense_32" else 256)
-    tiles *= -(-rows // int(name.split("_")[1]))
-    out = dense(library, name, x, pack_fp8(stored, scale), tiles, split)
-    matrix = dequantize_blocks(stored, scale).view(groups, -1, inputs)
-    exact = torch.einsum("tgk,gnk->tgn", x.double(), matrix.double()).reshape(rows, outputs)
-    error = (out.double() - exact).norm() / exact.norm()
-    assert error < 2.5e-3  # bf16's own is 1.7e-3
-
-
-def test_dense_schedules_add_in_one_order(library: ctypes.CDLL, seed: int) -> None:
-    """Where K is shared alike a row has the same bits in any tile, and alone."""
-    generator = torch.Generator().manual_seed(seed)
-    outputs, inputs, split = 256, 768, 3
-    codes = torch.randint(0, 120, (outputs, inputs), generator=generator, dtype=torch.uint8)
-    scale = torch.randint(100, 104, (8, 24), generator=generator, dtype=torch.uint8)
-    weight = pack_fp8(codes.view(torch.float8_e4m3fn), scale)
-    x = torch.randn(34, 1, inputs, generator=generator).bfloat16()
-    found = [
-        dense(library, "dense_32", x, weight, 4, split),
-        dense(library, "dense_96", x, weight, 1, split),
-        dense(library, "dense_128", x, weight, 1, split),
-    ]
-    assert all(torch.equal(found[0], other) for other in found[1:])
-    alone = dense(library, "dense_32", x[33:], weight, 2, split)
-    assert torch.equal(found[0][33:], alone)
-
-
 def test_tokens_are_folded_and_gated(library: ctypes.CDLL, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(3, 768, generator=generator).bfloat16()
@@ -249,10 +189,13 @@ def test_scales_too_far_apart_are_refused(seed: int) -> None:
 
 def test_launches_cover_all_row_counts_once() -> None:
     for decoded in (Decoded.FP4_E4M3, Decoded.FP4_BF16):
-        assert len(launches(decoded, 1440, 48)) == 1
-        found = launches(decoded, 24576, 48)
-        for rows in (0, 1, 36, 1440, 1441, 2304, 3840, 3841, 24576):
-            assert sum(least <= rows < most for _, least, most in found) == 1
+        for bound, count in ((36, 1), (1152, 1), (2304, 2), (24576, 3)):
+            found = launches(decoded, bound, 48)
+            assert len(found) == count
+            for rows in (0, 1, 36, 1296, 1297, 2304, 3840, 3841, 24576):
+                taken = sum(least <= rows < most for _, least, most in found)
+                assert taken == 1 if rows <= bound else taken <= 1
+    assert [n for n, *_ in launches(Decoded.FP4_BF16, 36, 48)] == ["exact_few"]
     assert [n for n, *_ in found] == ["exact_32", "exact_64", "exact_144"]
 
 

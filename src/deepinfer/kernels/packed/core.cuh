@@ -16,10 +16,6 @@
 
 enum Format { FP4_AS_FP8 = 0, FP4_AS_BF16 = 1, FP8_AS_BF16 = 2 };
 
-// How the products of two warpgroups follow each other. TURNS: one issues while the other decodes, by
-// turns. DEEP: a group issues its next unit before it waits for the one before. TURNS | DEEP: both.
-enum Flow { PLAIN = 0, TURNS = 1, DEEP = 2 };
-
 // How a kernel's roles are cut. TOGETHER: 128 producer threads copy tokens, fence them and tell, one of
 // them streams weights. OWN: one thread streams weights alone, 96 others copy tokens, readers fence.
 // FEW: as OWN, and products are those of single warps: an instruction of a warpgroup takes about 30
@@ -59,7 +55,7 @@ struct Args {
 // unit, whose accumulator keeps fewer bits than fp32. DENSE: `rows` instead of offsets; the blocks of
 // a cluster share K and add up in the order of their ranks; PER_SM of them fit a multiprocessor.
 template <int FORMAT, int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, bool PROMOTE,
-          bool DENSE = false, int PER_SM = 1, int WAY = TOGETHER, int FLOW = PLAIN>
+          bool DENSE = false, int PER_SM = 1, int WAY = TOGETHER>
 struct Kernel {
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
@@ -67,8 +63,6 @@ struct Kernel {
   static constexpr bool IS_DENSE = DENSE;
   static_assert(PARTS == 4 || PARTS == 2, "half or all of a packed run of 256 rows");
   static constexpr bool FP8 = FORMAT == FP4_AS_FP8;
-  static_assert(!(FLOW & TURNS) || GROUPS == 2, "turns of two");
-  static_assert(!(FLOW & DEEP) || !(FP8 && PROMOTE), "units that end in turn");
   static_assert(!DENSE || FORMAT != FP4_AS_FP8, "dense tokens have no scale");
   static_assert(WAY != FEW || !FP8, "single warps multiply bf16");
   static constexpr int ATOMS = FP8 ? BLOCKS / 2 : BLOCKS;  // 128-byte columns of tokens in a stage
@@ -88,9 +82,9 @@ struct Kernel {
   static constexpr int PITCH = HEIGHT + 4;  // floats of a token's partial sums: no bank conflicts
   static_assert(!DENSE || TOKENS * PITCH * 4 <= STAGES * (WEIGHT_BYTES + TOKEN_BYTES), "partial sums");
   static constexpr int CONSUMER_REGS =
-      PER_SM == 2 ? 96 : GROUPS == 4 ? 112 : WAY == TOGETHER ? 232 : 240;
+      PER_SM == 2 ? 96 : GROUPS == 4 ? 112 : 232;
   static constexpr int PRODUCER_REGS =
-      PER_SM == 2 ? 40 : GROUPS == 4 ? 32 : WAY == TOGETHER ? 40 : 24;
+      PER_SM == 2 ? 40 : GROUPS == 4 ? 32 : 40;
 
   struct Place {  // of a tile: expert, first output, first row, number of rows
     int expert, output, row, rows;
@@ -358,12 +352,11 @@ struct Kernel {
   template <int N, int UNIT>
   static __device__ void unit(Sums<N>& sums, u32 (&now)[16], u32 (&then)[16], Stage& stage, bool more,
                               Ring& ring, u32 pair_bytes, u32 tokens, u32 weights, u32 full,
-                              u32 empty, u32& owed) {
+                              u32 empty) {
     constexpr int atom = UNIT / TILES, tile = UNIT % TILES;
     const u64 b = describe(stage.tokens + atom * (TOKENS * 128));
     const u32 release = stage.empty;
     keep_in_place(now);
-    if constexpr (FLOW & TURNS) named_barrier(4 + threadIdx.x / 128, 256);
     group_fence();
     if constexpr (FP8 && PROMOTE) {
 #pragma unroll
@@ -373,11 +366,6 @@ struct Kernel {
       for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.done[tile], now + 4 * k, b + 2 * k, 1);
     }
     group_commit();
-    if constexpr (FLOW & TURNS) named_barrier_arrive(4 + 3 - threadIdx.x / 128, 256);
-    if constexpr (FLOW & DEEP) {
-      group_wait<1>();  // for the unit before, whose operands lay in `then`
-      if (UNIT == 0 && owed && (threadIdx.x & 31) == 0) barrier_arrive(owed);
-    }
     if constexpr (UNIT + 1 < UNITS) {
       // A branch that is always taken: the assembler moves products behind decoding within a block.
       if (pair_bytes)
@@ -389,20 +377,15 @@ struct Kernel {
       }
     }
     keep_in_place(then);
-    if constexpr (FLOW & DEEP) {
-      if (UNIT + 1 == UNITS) owed = release;
-    } else {
-      group_wait<0>();
-    }
+    group_wait();
     if constexpr (FP8 && PROMOTE) {
       keep_in_place(sums.part);
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.done[tile][i] += sums.part[i];
     }
-    if (!(FLOW & DEEP) && UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
+    if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
     if constexpr (UNIT + 1 < UNITS)
-      unit<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full, empty,
-                        owed);
+      unit<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full, empty);
   }
 
   template <int N>
@@ -416,25 +399,18 @@ struct Kernel {
     const u32 pair_bytes = load4(full - 16);
     const int steps = share_of(a, cluster_rank() + 1) - share_of(a, cluster_rank());
     Stage stage = enter(ring, tokens, weights, full, empty);
-    if constexpr (WAY == FEW || (WAY == OWN && TOKENS <= 32 && N <= 8 && !FP8)) {
+    if constexpr (WAY == FEW) {
       multiply_few(sums, stage, steps, pair_bytes, ring, tokens, weights, full, empty);
     } else {
-      u32 even[16], odd[16], owed = 0;  // DEEP: the stage still being read
+      u32 even[16], odd[16];
       decode(block_of(stage.weights, 0, 0), pair_bytes, even);
 #pragma unroll 1
       for (int left = steps - 1; left >= 0; --left) {
-        unit<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty,
-                     owed);
+        unit<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
         if constexpr (UNITS % 2) {
           if (--left < 0) break;
-          unit<N, 0>(sums, odd, even, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty,
-                     owed);
+          unit<N, 0>(sums, odd, even, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
         }
-      }
-      if constexpr (FLOW & DEEP) {
-        group_wait<0>();
-        for (int m = 0; m < TILES; ++m) keep_in_place(sums.done[m]);
-        if ((threadIdx.x & 31) == 0) barrier_arrive(owed);
       }
     }
     finish_tile<N>(a, p, sums, tokens, staging);
@@ -640,7 +616,6 @@ struct Kernel {
       }
     } else {
       more_registers<CONSUMER_REGS>();
-      if (FLOW & TURNS && threadIdx.x >= 256) named_barrier_arrive(5, 256);  // the first group begins
       Ring ring;
       const int size = cluster_size();
       for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
@@ -655,13 +630,12 @@ struct Kernel {
         else if constexpr (TOKENS == 64 && WAY == FEW)
           fitting<TOKENS, 8, 16, 24, 32, 40, 48, 56, 64>(p.rows, with);
         else if constexpr (TOKENS == 64)
-          fitting<TOKENS, 16, 24, 32, 40, 48, 56, 64>(p.rows, with);
+          fitting<TOKENS, 16, 32, 48, 64>(p.rows, with);
         else if constexpr (WAY == OWN)
-          fitting<TOKENS, 32, 40, 48, 56, 64, 80, 96, 104, 112, 120, 128, 136, 144>(p.rows, with);
+          fitting<TOKENS, 96, 104, 112, 120, 128, 136, 144>(p.rows, with);
         else
           multiply<TOKENS>(a, p, ring, x, w, full, empty, staging);
       }
-      if (FLOW & TURNS && threadIdx.x < 256) named_barrier(5, 256);  // the turn that nobody took
     }
   }
 

@@ -58,9 +58,8 @@ __device__ inline void group_fence() { asm volatile("wgmma.fence.sync.aligned;" 
 __device__ inline void group_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-template <int N>
 __device__ inline void group_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 __device__ inline uint4 load16(u32 at) {
   uint4 v;
@@ -152,9 +151,6 @@ __device__ inline void cluster_barrier() {
 }
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ inline void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ inline void barriers_ready() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
