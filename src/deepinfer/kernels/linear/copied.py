@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["LEAST_ROWS", "fp8_linear", "grouped_linear"]
 
 LEAST_ROWS: Final = 112
-"""From so many rows on the library is faster than the packed weights' products."""
+"""From so many rows on the library is faster than the packed weights' products, ..."""
+
+LEAST_ROWS_TALL: Final = 257
+"""... and from so many on for matrices whose tiles fill a card: they share no sums."""
+
+_TALL: Final = 128 * 132
 
 _ROWS_AT_A_TIME: Final = 2048
 
@@ -34,7 +39,7 @@ _kept: dict[int, Tensor] = {}
 def fp8_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
     """As the reference, summed in the library's order where there are many rows of bf16."""
     copy = _copy(weight) if x.dtype == torch.bfloat16 else None
-    if copy is None or x.shape[0] < LEAST_ROWS:
+    if copy is None or x.shape[0] < _least_rows(copy):
         return sm90.fp8_linear(x, weight, quantize_input)
     x = round_trip(x, "act8") if quantize_input else x
     with _fp32_sums():
@@ -44,7 +49,7 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
 def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
     """As the reference, summed in the library's order where there are many rows of bf16."""
     copy = _copy(weight) if x.dtype == torch.bfloat16 else None
-    if copy is None or x.shape[0] < LEAST_ROWS:
+    if copy is None or x.shape[0] < _least_rows(copy):
         return sm90.grouped_linear(x, weight, quantize_input)
     x = round_trip(x, "act8") if quantize_input else x
     rows, groups, inputs = x.shape
@@ -53,6 +58,10 @@ def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor
     with _fp32_sums():
         torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
     return out.flatten(1)
+
+
+def _least_rows(copy: Tensor) -> int:
+    return LEAST_ROWS_TALL if copy.shape[0] >= _TALL else LEAST_ROWS
 
 
 def _copy(weight: Fp8Weight) -> Tensor:
