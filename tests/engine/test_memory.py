@@ -60,6 +60,28 @@ def test_drafts_and_checkpoints_take_their_share(real: ModelConfig) -> None:
     assert plan_memory(held, real, total_bytes=H200, mesh=mesh).parts == plain.parts
 
 
+def test_a_card_holds_packed_weights_once(real: ModelConfig) -> None:
+    """Beside the stored ones only where these are kept; copies of FP8 matrices where they pay."""
+    mesh = Mesh(data=8, expert=8, engram=8)
+
+    def parts(**values: object) -> dict[str, int]:
+        return dict(plan_memory(config(**values), real, total_bytes=H200, mesh=mesh).parts)
+
+    plain = parts()
+    assert "weights: packed copies" not in plain and "weights: bf16 copies" not in plain
+    kept = parts(weights__keep_stored=True)["weights: packed copies"]
+    assert 0.85 * plain["weights: backbone"] < kept < plain["weights: backbone"]
+    moves = {"parallel__data": 8, "parallel__expert": 8, "parallel__engram": 8}
+    assert "weights: packed copies" not in parts(**moves), "experts move packed"
+    moves["numerics__expert_products"] = "w4a8"
+    assert parts(**moves)["weights: packed copies"] == kept
+    assert "weights: packed copies" not in parts(**moves, parallel__balance_interval=0)
+    copies = parts(numerics__batch_invariant=False)["weights: bf16 copies"]
+    assert 0.1 * H200 > copies > 10e9
+    off = parts(numerics__batch_invariant=False, numerics__dense_copies="off")
+    assert "weights: bf16 copies" not in off
+
+
 def test_rejection_keeps_logits_of_drafts(real: ModelConfig) -> None:
     mesh = Mesh(data=8, expert=8, engram=8)
     found = []

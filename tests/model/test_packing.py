@@ -15,10 +15,13 @@ from deepinfer.errors import UnsupportedError
 from deepinfer.kernels.expert_linear import Fp4Weight
 from deepinfer.kernels.linear import Fp8Weight
 from deepinfer.kernels.ops import Ops
-from deepinfer.kernels.packed import Decoded
+from deepinfer.kernels.packed import Decoded, pack_fp4
 from deepinfer.kernels.packed.kept import kept_fp4, kept_fp8
+from deepinfer.model.fast.balanced import _layer
 from deepinfer.model.fast.packing import pack_block, pack_linear
 from deepinfer.model.fast.step import Numerics
+from deepinfer.parallel.experts import LayerExperts
+from deepinfer.parallel.live import _pack, _unpack
 
 OFFICIAL = Numerics(torch.bfloat16, True, True, "final")
 
@@ -90,6 +93,28 @@ def test_experts_are_freed_together_or_not_at_all(form: Decoded, low: int, freed
         other = next(f for f in (Decoded.FP4_BF16, Decoded.FP4_E4M3) if f is not form)
         with pytest.raises(UnsupportedError, match="keep_stored"):
             kept_fp4(second.codes, second.scale, other)
+
+
+def test_freed_experts_move_as_they_are_packed() -> None:
+    """A slot's packed bytes are whole by themselves: they arrive as if packed there."""
+    block = load_fast(resolve_model("golden"), "official", with_drafts=False).blocks[0]
+    ranks = LayerExperts.__new__(LayerExperts)
+    sides = []
+    for _ in range(2):
+        weights = fp4(2, 512, 256), fp4(2, 256, 256)
+        want = [pack_fp4(w.codes, w.scale, Decoded.FP4_BF16) for w in weights]
+        moe = dataclasses.replace(block.moe, w1_w3=weights[0], w2=weights[1], ranks=ranks)
+        made = dataclasses.replace(block, moe=moe)
+        assert pack_block(like_a_card(), OFFICIAL, made, 1) and held(*weights) == [0] * 4
+        layer = _layer(moe)
+        assert layer is not None
+        sides.append((layer, want))
+    (here, _), (there, want) = sides
+    _unpack(_pack(there.parts, 1), here.parts, 0)
+    here.derived(0)
+    for at, form in enumerate(want):
+        assert torch.equal(here.parts[2 * at][0], form.data[1])
+        assert torch.equal(here.parts[2 * at + 1][0], form.row_scale[1])
 
 
 def test_nothing_is_freed_on_a_cpu() -> None:

@@ -478,8 +478,13 @@ class EngineConfig:
 
     @property
     def keeps_stored(self) -> bool:
-        """Whether stored weights stay beside a card's packed ones: experts that move need them."""
-        return self.weights.keep_stored or bool(self.parallel.balance_interval)
+        """Whether stored weights stay beside a card's packed ones.
+
+        Experts that move do so packed, which needs the same form on every rank: exact products
+        have one form, others fall back layer by layer.
+        """
+        moves = self.parallel.expert > 1 and self.parallel.balance_interval > 0
+        return self.weights.keep_stored or (moves and self.numerics.expert_products != "exact")
 
     @classmethod
     def from_dotted(cls, values: Mapping[str, object]) -> EngineConfig:

@@ -15,7 +15,7 @@ from deepinfer.config.mesh import Mesh
 from deepinfer.config.model import ModelConfig
 from deepinfer.engine.sizing import Sizes, max_rollback, resolve_sizes
 from deepinfer.errors import CacheError
-from deepinfer.weights.layout import TensorSpec, expected_tensors, rank_bytes
+from deepinfer.weights.layout import FP4, FP8, TensorSpec, expected_tensors, rank_bytes
 
 __all__ = [
     "MemoryPlan",
@@ -114,6 +114,39 @@ def weight_bytes(
     copies = _copied_bytes(specs) if on_cpu else 0
     parts["weights: fp32 copies"] = copies if copies <= config.weights.dequantized_bytes else 0
     return parts
+
+
+def _card_bytes(
+    config: EngineConfig, model: ModelConfig, mesh: Mesh, rank: int, total_bytes: int
+) -> dict[str, int]:
+    """Return what a Hopper card holds of weights beside their stored bytes.
+
+    Packed forms are as large as what is stored, which they replace unless it is kept; copies of FP8
+    matrices in bf16 are made as `numerics.dense_copies` says. Other cards hold none of it.
+    """
+    numerics = config.numerics
+    if numerics.mode != "official":
+        return {}
+    matrices = [
+        spec
+        for spec in expected_tensors(model).values()
+        if spec.dtype in (FP8, FP4)
+        and (spec.part == "backbone" or (spec.part == "draft" and config.speculation.num_drafts))
+        and spec.shape[0] % 256 == 0
+        and spec.shape[1] * (2 if spec.dtype == FP4 else 1) % 256 == 0
+    ]
+    found: dict[str, int] = {}
+    if config.keeps_stored:
+        found["weights: packed copies"] = sum(rank_bytes(matrices, mesh, rank).values())
+    copied = [spec for spec in matrices if spec.dtype == FP8]
+    copies = 2 * sum(rank_bytes(copied, mesh, rank).values())
+    wanted = numerics.dense_copies == "on" or (
+        numerics.dense_copies == "auto"
+        and not numerics.batch_invariant
+        and 8 * copies <= total_bytes
+    )
+    found["weights: bf16 copies"] = copies if wanted else 0
+    return found
 
 
 def _copied_bytes(specs: Iterable[TensorSpec]) -> int:
@@ -248,6 +281,8 @@ def plan_memory(
     """
     mesh = mesh or Mesh()
     weights = weight_bytes(config, model, mesh, rank, on_cpu)
+    if not on_cpu:
+        weights |= _card_bytes(config, model, mesh, rank, total_bytes)
     left = total_bytes - sum(weights.values())
     if left <= 0:
         raise CacheError(

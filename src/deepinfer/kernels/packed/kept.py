@@ -10,7 +10,7 @@ from torch import Tensor
 from deepinfer.errors import UnsupportedError
 from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, pack_fp8
 
-__all__ = ["kept_fp4", "kept_fp8", "release", "repack_fp4"]
+__all__ = ["kept_fp4", "kept_fp8", "release", "released_form", "repack_fp4"]
 
 Stored = tuple[Tensor, Tensor]
 """Codes and scales of a weight."""
@@ -69,6 +69,14 @@ def release(*weights: Stored) -> int:
             freed += storage.nbytes()
             storage.resize_(0)
     return freed
+
+
+def released_form(codes: Tensor) -> Packed | None:
+    """Return the packed form that took a weight's place; None where the stored bytes are there."""
+    if not _is_released(codes):
+        return None
+    forms = (_kept.get((id(codes), decoded)) for decoded in Decoded)
+    return next(form for form in forms if form is not None)
 
 
 def _is_released(codes: Tensor) -> bool:
