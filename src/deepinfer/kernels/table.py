@@ -151,9 +151,7 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
             name="cuda whole",
         ),
     ),
-    "swiglu": (
-        _hopper("expert_linear.gate", "eight values a thread; not timed yet", chosen=False),
-    ),
+    "swiglu": (_hopper("expert_linear.gate", "bf16, eight values a thread"),),
     "rotate_tail": (_hopper("rope.sm90", "in place, tails alone or rounding behind"),),
     "round_trip": (_hopper("quantize.sm90", "ACT8 of bf16, eight values a thread"),),
     "hyper_mix": (_hopper("hyper.sm90", "a site's kernel with nothing to write"),),

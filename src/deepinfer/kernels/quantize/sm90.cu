@@ -4,13 +4,12 @@
 #include "cuda_host.h"
 #else
 #include <cuda_runtime.h>
-#define LAUNCH(kernel, grid, block, shared, stream, ...) \
-  kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
 #endif
 
 #include <cstdint>
 
 #include "../act8.cuh"
+#include "../chain.cuh"
 
 namespace {
 
@@ -21,6 +20,8 @@ __global__ void __launch_bounds__(kThreads)
 round_kernel(const uint4* x, uint4* out, long long vectors) {
   const long long first = static_cast<long long>(blockIdx.x) * kThreads * EACH + threadIdx.x;
   uint4 data[EACH];
+  previous_kernel_wait();
+  next_kernel_may_start();
 #pragma unroll
   for (int i = 0; i < EACH; ++i) data[i] = x[min(first + i * kThreads, vectors - 1)];
 #pragma unroll
@@ -39,7 +40,7 @@ inline int cudaGetLastError() { return 0; }
 template <int EACH>
 int run(const void* x, void* out, long long vectors, cudaStream_t stream) {
   const long long each = kThreads * EACH;
-  LAUNCH(round_kernel<EACH>, dim3(static_cast<unsigned>((vectors + each - 1) / each)),
+  LAUNCH_NEXT(round_kernel<EACH>, dim3(static_cast<unsigned>((vectors + each - 1) / each)),
          dim3(kThreads), 0, stream, static_cast<const uint4*>(x), static_cast<uint4*>(out), vectors);
   return static_cast<int>(cudaGetLastError());
 }

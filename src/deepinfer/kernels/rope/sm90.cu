@@ -5,13 +5,12 @@
 #include "cuda_host.h"
 #else
 #include <cuda_runtime.h>
-#define LAUNCH(kernel, grid, block, shared, stream, ...) \
-  kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
 #endif
 
 #include <cstdint>
 
 #include "../act8.cuh"
+#include "../chain.cuh"
 
 namespace {
 
@@ -38,6 +37,8 @@ constexpr int kTailHeads = kThreads / kTailVectors;
 __global__ void __launch_bounds__(kThreads) tails_kernel(const Call p) {
   const int head = blockIdx.y * kTailHeads + threadIdx.x / kTailVectors;
   const int part = threadIdx.x % kTailVectors;
+  previous_kernel_wait();
+  next_kernel_may_start();
   if (head >= p.heads) return;
   const long long row = blockIdx.x, tail = p.dim - kTail + part * 8;
   Eight v;
@@ -53,6 +54,8 @@ __global__ void __launch_bounds__(kThreads) whole_kernel(const Call p) {
   constexpr int kEach = DIM / 256;
   const int lane = threadIdx.x % 32, first = blockIdx.y * kHeads + threadIdx.x / 32 * kVectors;
   const long long row = blockIdx.x;
+  previous_kernel_wait();
+  next_kernel_may_start();
   if (first >= p.heads) return;
   uint4 data[kVectors][kEach];
 #pragma unroll
@@ -103,9 +106,9 @@ extern "C" int rotate_tail(const void* x, const void* cos, const void* sin, void
   const dim3 grid(static_cast<unsigned>(rows), (p.heads + per_block - 1) / per_block);
   if (quantize) {
     if (dim != 512) return -1;
-    LAUNCH(whole_kernel<512>, grid, dim3(kThreads), 0, stream, p);
+    LAUNCH_NEXT(whole_kernel<512>, grid, dim3(kThreads), 0, stream, p);
   } else {
-    LAUNCH(tails_kernel, grid, dim3(kThreads), 0, stream, p);
+    LAUNCH_NEXT(tails_kernel, grid, dim3(kThreads), 0, stream, p);
   }
   return static_cast<int>(cudaGetLastError());
 }
