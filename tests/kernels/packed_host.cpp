@@ -26,9 +26,7 @@ struct Barrier {
 using Key = std::pair<const Block*, u32>;
 inline std::map<Key, Barrier> held_barriers;
 inline std::map<Key, Gate> gates;
-inline int cluster = 1;
 inline Barrier& barrier(u32 at) { return held_barriers[{&block(), at}]; }
-inline Block& first_of_cluster() { return blocks[(&block() - blocks.data()) / cluster * cluster]; }
 
 inline unsigned char* at(u32 offset) { return shared_memory() + offset; }
 
@@ -110,7 +108,6 @@ inline void load_matrices(u32 at, u32* v) {
 }
 template <class T>
 void keep_in_place(T&) {}
-inline void store4(u32 at, float v) { std::memcpy(host::at(at), &v, 4); }
 inline void store_transposed(u32 at, u32 first, u32 second) {
   static std::map<const host::Block*, std::vector<std::array<u32, 3>>> all;
   auto& rows = all[&host::block()];
@@ -125,18 +122,6 @@ inline void store_transposed(u32 at, u32 first, u32 second) {
       std::memcpy(host::at(rows[warp + tile * 8 + column][0]) + lane / 4 * 2, &v, 2);
     }
   host::warp_wait();
-}
-inline void load_remote(u32 at, int rank, float& first, float& second) {
-  std::vector<unsigned char>& shared = (&host::first_of_cluster() + rank)->shared;
-  const auto start = reinterpret_cast<uintptr_t>(shared.data());
-  const unsigned char* base = shared.data() + (1024 - start % 1024) % 1024;
-  std::memcpy(&first, base + at, 4);
-  std::memcpy(&second, base + at + 4, 4);
-}
-inline int cluster_blocks() { return host::cluster; }
-inline int cluster_place() { return blockIdx.x % host::cluster; }
-inline void cluster_barrier() {
-  host::wait(host::gates[{&host::first_of_cluster(), 99}], host::cluster * host::running);
 }
 inline void named_barrier(int id, int threads) {
   host::wait(host::gates[{&host::block(), u32(id)}], threads);
@@ -235,20 +220,10 @@ inline float __expf(float x) { return std::exp(x); }
 namespace {
 
 template <class K>
-int run_blocks(const Args& a, int blocks, int cluster) {
-  host::cluster = cluster;
+int run_blocks(const Args& a, int blocks) {
   host::held_barriers.clear();
   host::gates.clear();
-  host::launch(
-      blocks, K::THREADS, K::SHARED,
-      [&] {
-        K::run(a);
-        if (cluster == 1) return;
-        cluster_barrier();
-        K::finish(a);
-        cluster_barrier();
-      },
-      cluster > 1);
+  host::launch(blocks, K::THREADS, K::SHARED, [&] { K::run(a); });
   return 0;
 }
 
@@ -258,13 +233,12 @@ int run_blocks(const Args& a, int blocks, int cluster) {
   extern "C" int name(const void* x, const void* token_scale, const void* source,                 \
                       const void* weight, const void* row_scale, const void* offsets, void* out,  \
                       long long experts, long long outputs, long long inputs, long long x_row,    \
-                      long long rows, long long part, long long out_row, long long least,         \
-                      long long most, long long blocks, long long cluster, void*) {               \
-    Args a = {(const unsigned char*)x, (const float*)token_scale, (const long long*)source,             \
-              (const unsigned char*)weight, (const float*)row_scale, (const long long*)offsets,         \
+                      long long least, long long most, long long blocks, void*) {                 \
+    Args a = {(const unsigned char*)x, (const float*)token_scale, (const long long*)source,       \
+              (const unsigned char*)weight, (const float*)row_scale, (const long long*)offsets,   \
               (unsigned short*)out, int(experts), int(outputs), int(inputs), int(x_row),          \
-              int(rows), int(part), int(out_row), int(least), int(most)};                         \
-    return run_blocks<Kernel<__VA_ARGS__>>(a, int(blocks), int(cluster));                         \
+              int(least), int(most)};                                                             \
+    return run_blocks<Kernel<__VA_ARGS__>>(a, int(blocks));                                       \
   }
 #include "../../src/deepinfer/kernels/packed/schedules.cuh"
 

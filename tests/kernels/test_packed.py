@@ -57,7 +57,7 @@ def experts(
     call(
         library, name, x, scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        0, 0, weight.outputs, 0, most, programs, 1,
+        0, most, programs,
     )  # fmt: skip
     return out
 

@@ -1,7 +1,7 @@
 // Grouped products of few-bit weights with tokens on SM90a: out[r, n] = sum_k x[r, k] * w[e(r), n, k].
 //
 // The weights are the wide side of the tensor instruction (64 rows, decoded in registers), the tokens
-// its narrow side (8..128, from shared memory), so a tile of few tokens wastes nothing. One producer
+// its narrow side (8..144, from shared memory), so a tile of few tokens wastes nothing. One producer
 // warpgroup streams packed weights (bulk copies of contiguous tiles) and tokens (16-byte copies into
 // swizzled rows) through a ring of stages; consumer warpgroups decode, multiply and store. Blocks are
 // persistent: while one tile is stored, the next one's weights arrive.
@@ -14,18 +14,15 @@
 #include "ptx.cuh"
 #endif
 
-enum Format { FP4_AS_FP8 = 0, FP4_AS_BF16 = 1, FP8_AS_BF16 = 2 };
+enum Format { FP4_AS_FP8 = 0, FP4_AS_BF16 = 1 };
 
 // How a kernel's roles are cut. TOGETHER: 128 producer threads copy tokens, fence them and tell, one of
 // them streams weights. OWN: one thread streams weights alone, 96 others copy tokens, readers fence.
-// FEW: as OWN, and products are those of single warps: an instruction of a warpgroup takes about 30
-// cycles for any number of tokens up to 32; a warp's takes about 7 for 8 tokens.
+// FEW: as OWN, and products are those of single warps, with the same bits: faster for up to 8 tokens.
 enum Way { TOGETHER = 0, OWN = 1, FEW = 2 };
 
-// Bytes of one packed block: 64 rows by 64 inputs.
-__host__ __device__ constexpr int block_bytes(int format) {
-  return format == FP8_AS_BF16 ? 4096 + 16 : 2048 + 128;
-}
+// Of one packed block, 64 rows by 64 inputs: bytes of its codes, and with its scales.
+constexpr int CODES = 2048, BLOCK = CODES + 128;
 
 template <int N>
 struct Number {
@@ -36,15 +33,12 @@ struct Args {
   const unsigned char* x;       // [rows of x, K] e4m3 or bf16 bytes
   const float* token_scale;     // [rows of x] of e4m3 tokens, else null
   const long long* source;      // [R] row of x of each row of the result, null: the same
-  const unsigned char* weight;  // [E][N/256][K/64][4][block_bytes]
+  const unsigned char* weight;  // [E][N/256][K/64][4][BLOCK]
   const float* row_scale;       // [E, N]
   const long long* offsets;     // [E + 1] first row of each expert
   unsigned short* out;          // [R, N] bf16
   int experts, outputs, inputs, x_row_bytes;
-  // Dense products: every "expert" (a group of the matrix's rows) takes the same `rows` rows, its
-  // part of x begins x_part_bytes after the last one's, its part of a result row `outputs` after it.
-  int rows, x_part_bytes, out_row;
-  // Expert products of fewer rows than `least`, or of `most` and more, are another launch's work.
+  // Products of fewer rows than `least`, or of `most` and more, are another launch's work.
   int least, most;
 };
 
@@ -52,61 +46,32 @@ struct Args {
 
 // GROUPS consumer warpgroups of TILES 64-row tiles (256 rows in all), at most TOKENS tokens a tile,
 // STAGES stages of BLOCKS 64-wide K blocks. PROMOTE: e4m3 partial sums of 128 inputs leave the tensor
-// unit, whose accumulator keeps fewer bits than fp32. DENSE: `rows` instead of offsets; the blocks of
-// a cluster share K and add up in the order of their ranks; PER_SM of them fit a multiprocessor.
+// unit, whose accumulator keeps fewer bits than fp32.
 template <int FORMAT, int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, bool PROMOTE,
-          bool DENSE = false, int PER_SM = 1, int WAY = TOGETHER>
+          int WAY = TOGETHER>
 struct Kernel {
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
-  static constexpr int RESIDENT = PER_SM;
-  static constexpr bool IS_DENSE = DENSE;
-  static_assert(PARTS == 4 || PARTS == 2, "half or all of a packed run of 256 rows");
+  static_assert(PARTS == 4, "a packed run of 256 rows");
   static constexpr bool FP8 = FORMAT == FP4_AS_FP8;
-  static_assert(!DENSE || FORMAT != FP4_AS_FP8, "dense tokens have no scale");
   static_assert(WAY != FEW || !FP8, "single warps multiply bf16");
   static constexpr int ATOMS = FP8 ? BLOCKS / 2 : BLOCKS;  // 128-byte columns of tokens in a stage
   static constexpr int UNITS = ATOMS * TILES;              // steps of 4 instructions in a stage
-  static constexpr int BLOCK = block_bytes(FORMAT);
-  static constexpr int CODES = FORMAT == FP8_AS_BF16 ? 4096 : 2048;
   static constexpr int COPY = PARTS * BLOCK;
   static constexpr int WEIGHT_BYTES = BLOCKS * COPY;
   static constexpr int TOKEN_BYTES = ATOMS * TOKENS * 128;
   static_assert(WAY != FEW || ATOMS % 2 == 0, "codes of two atoms in turn");
   static constexpr int MAX_EXPERTS = 512;
   static constexpr int THREADS = 128 * (GROUPS + 1);
-  static constexpr int STAGING = 8192;  // a warpgroup's 64 tokens by 64 rows, bf16
   static constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;
   static constexpr int SHARED = STAGES * (WEIGHT_BYTES + TOKEN_BYTES) + GROUPS * CHUNK * 128 +
                                 16 * STAGES + 4 * (MAX_EXPERTS + 1) + 1024 + 64;
-  static constexpr int PITCH = HEIGHT + 4;  // floats of a token's partial sums: no bank conflicts
-  static_assert(!DENSE || TOKENS * PITCH * 4 <= STAGES * (WEIGHT_BYTES + TOKEN_BYTES), "partial sums");
-  static constexpr int CONSUMER_REGS =
-      PER_SM == 2 ? 96 : GROUPS == 4 ? 112 : 232;
-  static constexpr int PRODUCER_REGS =
-      PER_SM == 2 ? 40 : GROUPS == 4 ? 32 : 40;
+  static constexpr int CONSUMER_REGS = GROUPS == 4 ? 112 : 232;
+  static constexpr int PRODUCER_REGS = GROUPS == 4 ? 32 : 40;
 
   struct Place {  // of a tile: expert, first output, first row, number of rows
     int expert, output, row, rows;
   };
-
-  static __device__ int cluster_size() {
-    return DENSE ? cluster_blocks() : 1;
-  }
-  static __device__ int cluster_rank() {
-    return DENSE ? cluster_place() : 0;
-  }
-
-  static __device__ Place dense_place(const Args& a, int tile) {
-    const int high = a.outputs / HEIGHT, wide = (a.rows + TOKENS - 1) / TOKENS;
-    const int part = tile % wide, share = ((a.rows + wide - 1) / wide + 7) & ~7;
-    Place p;
-    p.expert = tile / wide / high;
-    p.output = tile / wide % high * HEIGHT;
-    p.row = part * share;
-    p.rows = max(0, min(share, a.rows - part * share));
-    return p;
-  }
 
   static __device__ Place locate(const Args& a, const int* first, int tile) {
     const int blocks = a.outputs / HEIGHT, lane = threadIdx.x & 31;
@@ -141,10 +106,7 @@ struct Kernel {
     return a.source ? static_cast<size_t>(__ldg(a.source + row)) : row;
   }
 
-  // K blocks [begin, end) of this block's share.
-  static __device__ int share_of(const Args& a, int rank) {
-    return a.inputs / (64 * BLOCKS) * rank / cluster_size();
-  }
+  static __device__ int steps_of(const Args& a) { return a.inputs / (64 * BLOCKS); }
 
   static __device__ const unsigned char* weights_of(const Args& a, const Place& p) {
     const int run = p.output / 256, inside = p.output % 256 / 64;
@@ -154,49 +116,30 @@ struct Kernel {
 
   static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy) {
     barrier_expect(bar, WEIGHT_BYTES);
-    if constexpr (PARTS == 4) {
-      bulk_copy(target, w + size_t(step) * WEIGHT_BYTES, WEIGHT_BYTES, bar, policy);
-    } else {
-#pragma unroll
-      for (int i = 0; i < BLOCKS; ++i)
-        bulk_copy(target + i * COPY, w + size_t(step * BLOCKS + i) * (4 * BLOCK), COPY, bar, policy);
-    }
+    bulk_copy(target, w + size_t(step) * WEIGHT_BYTES, WEIGHT_BYTES, bar, policy);
   }
 
   static __device__ void produce(const Args& a, const int* first, int total, u32 tokens, u32 weights,
                                  u32 full, u32 empty) {
-    const int t = threadIdx.x & 127, piece = t & 7, size = cluster_size();
-    const int begin = share_of(a, cluster_rank()), end = share_of(a, cluster_rank() + 1);
+    const int t = threadIdx.x & 127, piece = t & 7, steps = steps_of(a);
     const u64 policy = read_once();
-    const int start = blockIdx.x / size, stride = gridDim.x / size;
-    int ahead = 0;  // stages whose weights were asked for before the kernel before this one ended
-    if constexpr (DENSE) {
-      ahead = start < total ? min(STAGES, end - begin) : 0;
-      if (t == 0 && ahead) {
-        const unsigned char* w = weights_of(a, dense_place(a, start));
-        for (int i = 0; i < ahead; ++i)
-          fetch(w, begin + i, weights + i * WEIGHT_BYTES, full + 8 * i, policy);
-      }
-      previous_kernel_wait();
-    }
     // Tokens are complete, and told so, LAG stages later: so long their copies may take.
     constexpr int LAG = STAGES > 4 ? 2 : 1;
     static_assert(STAGES >= LAG + 3, "the consumers hold two stages");
     int pending = 0;
     Ring ring, told;
-    for (int tile = start; tile < total; tile += stride) {
-      const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
+    for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
+      const Place p = locate(a, first, tile);
       const unsigned char* w = weights_of(a, p);
-      const unsigned char* x = a.x + (DENSE ? size_t(p.expert) * a.x_part_bytes : 0);
-      for (int step = begin; step < end; ++step) {
+      for (int step = 0; step < steps; ++step) {
         barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
         const u32 bar = full + 8 * ring.stage;
-        if (--ahead < 0 && t == 0) fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy);
+        if (t == 0) fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy);
         const u32 to = tokens + ring.stage * TOKEN_BYTES;
         for (int row = t >> 3; row < p.rows; row += 16) {
           const int r = p.row + row;
           const unsigned char* from =
-              x + row_of(a, r) * a.x_row_bytes + step * (ATOMS * 128) + piece * 16;
+              a.x + row_of(a, r) * a.x_row_bytes + step * (ATOMS * 128) + piece * 16;
           const u32 at = to + row * 128 + ((piece ^ (row & 7)) << 4);
 #pragma unroll
           for (int atom = 0; atom < ATOMS; ++atom)
@@ -223,15 +166,14 @@ struct Kernel {
   // OWN, FEW: one thread streams weights, as far ahead as there are free stages, ...
   static __device__ void produce_weights(const Args& a, const int* first, int total, u32 weights,
                                          u32 full, u32 empty) {
-    const int size = cluster_size();
-    const int begin = share_of(a, cluster_rank()), end = share_of(a, cluster_rank() + 1);
+    const int steps = steps_of(a);
     const u64 policy = read_once();
     Ring ring;
-    for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
-      const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
+    for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
+      const Place p = locate(a, first, tile);
       if (threadIdx.x & 31) continue;
       const unsigned char* w = weights_of(a, p);
-      for (int step = begin; step < end; ++step) {
+      for (int step = 0; step < steps; ++step) {
         barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
         fetch(w, step, weights + ring.stage * WEIGHT_BYTES, full + 8 * ring.stage, policy);
         ring.next();
@@ -239,22 +181,19 @@ struct Kernel {
     }
   }
 
-  // ... three warps copy tokens, which the kernel before this one may have written.
+  // ... three warps copy tokens.
   static __device__ void produce_tokens(const Args& a, const int* first, int total, u32 tokens,
                                         u32 full, u32 empty) {
-    const int t = threadIdx.x - 32, piece = t & 7, size = cluster_size();
-    const int begin = share_of(a, cluster_rank()), end = share_of(a, cluster_rank() + 1);
-    if constexpr (DENSE) previous_kernel_wait();
+    const int t = threadIdx.x - 32, piece = t & 7, steps = steps_of(a);
     Ring ring;
-    for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
-      const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
-      const unsigned char* x = a.x + (DENSE ? size_t(p.expert) * a.x_part_bytes : 0) + piece * 16;
-      for (int step = begin; step < end; ++step) {
+    for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
+      const Place p = locate(a, first, tile);
+      for (int step = 0; step < steps; ++step) {
         barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
         const u32 to = tokens + ring.stage * TOKEN_BYTES;
         for (int row = t >> 3; row < p.rows; row += 12) {
           const unsigned char* from =
-              x + row_of(a, p.row + row) * a.x_row_bytes + step * (ATOMS * 128);
+              a.x + row_of(a, p.row + row) * a.x_row_bytes + step * (ATOMS * 128) + piece * 16;
           const u32 at = to + row * 128 + ((piece ^ (row & 7)) << 4);
 #pragma unroll
           for (int atom = 0; atom < ATOMS; ++atom)
@@ -281,7 +220,7 @@ struct Kernel {
         fp4_to_fp8(q.z, (s >> 8) & 255, to[4], to[6]);
         fp4_to_fp8(q.w, s >> 24, to[5], to[7]);
       }
-    } else if constexpr (FORMAT == FP4_AS_BF16) {
+    } else {
       const uint4 q = load16(block + t * 16);
       const u32 s = load4(block + CODES + (warp * 8 + g) * 4);
       const u32 words[4] = {q.x, q.y, q.z, q.w};
@@ -298,22 +237,6 @@ struct Kernel {
           to[1] = times(pair[1], lower);
           to[2] = times(pair[2], upper);
           to[3] = times(pair[3], lower);
-        }
-      }
-    } else {
-      const u32 s = load4(block + CODES + (warp >> 1) * 4);
-#pragma unroll
-      for (int group = 0; group < 2; ++group) {
-        const uint4 q = load16(block + group * 2048 + t * 16);
-        const u32 factor = (group ? (s >> 8) & 255 : s & 255) * 0x00800080u;
-        const u32 words[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          u32 pair[4];
-          fp8_to_pairs(words[2 * k], pair[0], pair[1]);
-          fp8_to_pairs(words[2 * k + 1], pair[2], pair[3]);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) a[(2 * group + k) * 4 + i] = times(pair[i], factor);
         }
       }
     }
@@ -397,7 +320,7 @@ struct Kernel {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.done[m][i] = 0.f;
     const u32 pair_bytes = load4(full - 16);
-    const int steps = share_of(a, cluster_rank() + 1) - share_of(a, cluster_rank());
+    const int steps = steps_of(a);
     Stage stage = enter(ring, tokens, weights, full, empty);
     if constexpr (WAY == FEW) {
       multiply_few(sums, stage, steps, pair_bytes, ring, tokens, weights, full, empty);
@@ -411,18 +334,6 @@ struct Kernel {
           if (--left < 0) break;
           unit<N, 0>(sums, odd, even, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
         }
-      }
-    }
-    finish_tile<N>(a, p, sums, tokens, staging);
-  }
-
-  template <int N>
-  static __device__ void finish_tile(const Args& a, const Place& p, Sums<N>& sums, u32 tokens,
-                                     unsigned char* staging) {
-    if constexpr (DENSE) {
-      if (cluster_size() > 1) {
-        share<N>(p, sums, tokens);
-        return;
       }
     }
     store<N>(a, p, sums, staging);
@@ -471,43 +382,6 @@ struct Kernel {
 
   // Partial sums into shared memory, over the ring, which has been read.
   template <int N>
-  static __device__ void share(const Place& p, Sums<N>& sums, u32 at) {
-    const int group = threadIdx.x / 128 - 1, warp = (threadIdx.x & 127) >> 5, lane = threadIdx.x & 31;
-    named_barrier(8, 128 * GROUPS);
-#pragma unroll
-    for (int m = 0; m < TILES; ++m)
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
-        const int token = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
-        const int row = (group * TILES + m) * 64 + warp * 16 + (lane >> 2) + (i & 2) * 4;
-        if (token < p.rows)
-          store4(at + (token * PITCH + row) * 4, sums.done[m][i]);
-      }
-  }
-
-  // This block's rows of the cluster's tile: partial sums in the order of the ranks.
-  static __device__ void gather(const Args& a, const Place& p, u32 at) {
-    const int size = cluster_size(), rank = cluster_rank();
-    const int begin = HEIGHT / 2 * rank / size, pairs = HEIGHT / 2 * (rank + 1) / size - begin;
-    const int work = p.rows * pairs;
-    for (int i = threadIdx.x; i < work; i += THREADS) {
-      const int token = i / pairs, row = (begin + i % pairs) * 2;
-      const u32 local = at + (token * PITCH + row) * 4;
-      float low = 0.f, high = 0.f;
-      for (int r = 0; r < size; ++r) {
-        float v0, v1;
-        load_remote(local, r, v0, v1);
-        low += v0, high += v1;
-      }
-      const int output = p.output + row;
-      const float* scale = a.row_scale + size_t(p.expert) * a.outputs + output;
-      u32* to = reinterpret_cast<u32*>(a.out + size_t(p.row + token) * a.out_row +
-                                       size_t(p.expert) * a.outputs + output);
-      *to = pack_bf16(low * __ldg(scale), high * __ldg(scale + 1));
-    }
-  }
-
-  template <int N>
   static __device__ void store(const Args& a, const Place& p, Sums<N>& sums, unsigned char* staging) {
     const int group = threadIdx.x / 128 - 1, t = threadIdx.x & 127, warp = t >> 5, lane = t & 31;
     const u32 base = address(staging) + group * (CHUNK * 128);
@@ -541,8 +415,8 @@ struct Kernel {
         for (int i = t; i < held; i += 128) {
           const int token = i >> 3, part = i & 7;
           const uint4 v = load16(base + token * 128 + ((part ^ (token & 7)) << 4));
-          *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.out_row +
-                                    (DENSE ? size_t(p.expert) * a.outputs : 0) + output + part * 8) = v;
+          *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.outputs + output + part * 8) =
+              v;
         }
         named_barrier(group + 1, 128);
       }
@@ -581,8 +455,8 @@ struct Kernel {
       }
       barriers_ready();
     }
-    if constexpr (!DENSE) previous_kernel_wait();
-    if (!DENSE && threadIdx.x < 32) {  // tiles of tokens before each expert
+    previous_kernel_wait();
+    if (threadIdx.x < 32) {  // tiles of tokens before each expert
       const long long all = __ldg(a.offsets + a.experts);
       const bool mine = a.least <= all && all < a.most;
       int sum = 0;
@@ -603,8 +477,7 @@ struct Kernel {
     }
     __syncthreads();
     next_kernel_may_start();
-    const int total = DENSE ? (a.rows + TOKENS - 1) / TOKENS * (a.outputs / HEIGHT) * a.experts
-                            : first[a.experts] * (a.outputs / HEIGHT);
+    const int total = first[a.experts] * (a.outputs / HEIGHT);
     if (threadIdx.x < 128) {
       fewer_registers<PRODUCER_REGS>();
       if constexpr (WAY == TOGETHER) {
@@ -617,9 +490,8 @@ struct Kernel {
     } else {
       more_registers<CONSUMER_REGS>();
       Ring ring;
-      const int size = cluster_size();
-      for (int tile = blockIdx.x / size; tile < total; tile += gridDim.x / size) {
-        const Place p = DENSE ? dense_place(a, tile) : locate(a, first, tile);
+      for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
+        const Place p = locate(a, first, tile);
         const u32 x = address(tokens), w = address(weights);
         // The smallest instruction that takes all rows of the tile.
         const auto with = [&](auto n) {
@@ -638,44 +510,17 @@ struct Kernel {
       }
     }
   }
-
-  // What follows in a cluster, once all its blocks have their partial sums.
-  static __device__ void finish(const Args& a) {
-    gather(a, dense_place(a, blockIdx.x / cluster_size()), address(ring_memory()));
-  }
 };
 
 #ifdef __CUDACC__
 
 template <class K>
-__global__ void __launch_bounds__(K::THREADS, K::RESIDENT) run_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(K::THREADS, 1) run_kernel(const __grid_constant__ Args a) {
   K::run(a);
-  if (K::IS_DENSE && cluster_blocks() > 1) {
-    cluster_barrier();
-    K::finish(a);
-    cluster_barrier();  // others read this block's sums
-  }
-}
-
-// How many clusters of a size the device holds at once.
-template <class K>
-int clusters_held(long long cluster) {
-  cudaFuncSetAttribute(run_kernel<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::SHARED);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(cluster) * 132);
-  config.blockDim = dim3(K::THREADS);
-  config.dynamicSmemBytes = K::SHARED;
-  cudaLaunchAttribute attribute[1];
-  attribute[0].id = cudaLaunchAttributeClusterDimension;
-  attribute[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  config.attrs = attribute;
-  config.numAttrs = 1;
-  int held = -1;
-  return cudaOccupancyMaxActiveClusters(&held, run_kernel<K>, &config) == cudaSuccess ? held : -1;
 }
 
 template <class K>
-int launch(const Args& a, long long blocks, long long cluster, void* stream) {
+int launch(const Args& a, long long blocks, void* stream) {
   static bool ready = false;
   if (!ready) {
     cudaError_t e =
@@ -688,16 +533,11 @@ int launch(const Args& a, long long blocks, long long cluster, void* stream) {
   config.blockDim = dim3(K::THREADS);
   config.dynamicSmemBytes = K::SHARED;
   config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute[2];
+  cudaLaunchAttribute attribute[1];
   attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute[0].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attribute;
   config.numAttrs = 1;
-  if (cluster > 1) {
-    attribute[1].id = cudaLaunchAttributeClusterDimension;
-    attribute[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-    config.numAttrs = 2;
-  }
   cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a);
   return e != cudaSuccess ? e : cudaGetLastError();
 }

@@ -77,6 +77,6 @@ def multiply(
             nvcc.load(SOURCE), schedule, x.device,
             x, token_scale, source, weight.data, weight.row_scale, offsets, out,
             weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-            0, 0, weight.outputs, least, most, _programs(x.device), 1,
+            least, most, _programs(x.device),
         )  # fmt: skip
     return out

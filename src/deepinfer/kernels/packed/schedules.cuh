@@ -1,10 +1,9 @@
 // The schedules, each a launcher of its name.
-// format, consumer groups, 64-row tiles a group, tokens a tile, K blocks a stage, stages, promote,
-// dense, blocks a multiprocessor, way
+// format, consumer groups, 64-row tiles a group, tokens a tile, K blocks a stage, stages, promote, way
 LAUNCHER(fp8_32, FP4_AS_FP8, 4, 1, 32, 4, 4, true)
-LAUNCHER(fp8_64, FP4_AS_FP8, 2, 2, 64, 4, 4, true, false, 1, OWN)
+LAUNCHER(fp8_64, FP4_AS_FP8, 2, 2, 64, 4, 4, true, OWN)
 LAUNCHER(fp8_128, FP4_AS_FP8, 2, 2, 128, 2, 5, true)
-LAUNCHER(exact_few, FP4_AS_BF16, 2, 2, 32, 4, 4, false, false, 1, FEW)
+LAUNCHER(exact_few, FP4_AS_BF16, 2, 2, 32, 4, 4, false, FEW)
 LAUNCHER(exact_32, FP4_AS_BF16, 4, 1, 32, 4, 4, false)
-LAUNCHER(exact_64, FP4_AS_BF16, 2, 2, 64, 2, 5, false, false, 1, OWN)
-LAUNCHER(exact_144, FP4_AS_BF16, 2, 2, 144, 1, 7, false, false, 1, OWN)
+LAUNCHER(exact_64, FP4_AS_BF16, 2, 2, 64, 2, 5, false, OWN)
+LAUNCHER(exact_144, FP4_AS_BF16, 2, 2, 144, 1, 7, false, OWN)

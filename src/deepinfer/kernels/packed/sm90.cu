@@ -7,8 +7,7 @@
   extern "C" int name(const void* x, const void* token_scale, const void* source,                   \
                       const void* weight, const void* row_scale, const void* offsets, void* out,    \
                       long long experts, long long outputs, long long inputs, long long row_bytes,  \
-                      long long rows, long long part_bytes, long long out_row, long long least,     \
-                      long long most, long long blocks, long long cluster, void* stream) {          \
+                      long long least, long long most, long long blocks, void* stream) {            \
     Args a = {static_cast<const unsigned char*>(x),                                                 \
               static_cast<const float*>(token_scale),                                               \
               static_cast<const long long*>(source),                                                \
@@ -20,15 +19,9 @@
               static_cast<int>(outputs),                                                            \
               static_cast<int>(inputs),                                                             \
               static_cast<int>(row_bytes),                                                          \
-              static_cast<int>(rows),                                                               \
-              static_cast<int>(part_bytes),                                                         \
-              static_cast<int>(out_row),                                                            \
               static_cast<int>(least),                                                              \
               static_cast<int>(most)};                                                              \
-    return launch<Kernel<__VA_ARGS__>>(a, blocks, cluster, stream);                                 \
-  }                                                                                                 \
-  extern "C" int name##_held(long long cluster) {                                                   \
-    return clusters_held<Kernel<__VA_ARGS__>>(cluster);                                             \
+    return launch<Kernel<__VA_ARGS__>>(a, blocks, stream);                                          \
   }
 
 #include "schedules.cuh"
