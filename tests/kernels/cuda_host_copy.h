@@ -11,6 +11,7 @@ void copies_wait() {}
 
 inline void barrier_begin(uint64_t*) {}
 inline void barriers_seen() {}
+inline void reads_before_copies() {}
 inline void barrier_wait(uint64_t*, uint32_t) {}
 inline void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t*) {
   std::memcpy(to, from, bytes);

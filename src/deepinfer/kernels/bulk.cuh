@@ -12,6 +12,10 @@ __device__ inline void barrier_begin(uint64_t* barrier) {
 __device__ inline void barriers_seen() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
+// What this block read of shared memory, before a barrier, was read before copies that follow write.
+__device__ inline void reads_before_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 // A copy of a multiple of 16 bytes that completes the barrier's phase.
 __device__ inline void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   const uint32_t at = address(barrier);

@@ -321,7 +321,10 @@ struct Stream {
     for (int i = 0; i < kVectors; ++i) data[i] = own[i ^ turn()];
     ++used;
     __syncthreads();
-    if (threadIdx.x == 0) ask();
+    if (threadIdx.x == 0) {
+      reads_before_copies();  // without it a copy writes over what is still being read
+      ask();
+    }
   }
 };
 
@@ -487,6 +490,7 @@ select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
     above = listed;
     if (listed > static_cast<u32>(want)) {
       if (tid == 0) list[listed] = 0;
+      __syncthreads();
       threshold = search_keys(list, listed, bound + 1, top, want, 0, s, above);
     }
     const u32 room = threshold > F::kLeast && above < static_cast<u32>(want) ? want - above : 0;
