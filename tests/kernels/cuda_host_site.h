@@ -2,12 +2,7 @@
 #pragma once
 
 #include "cuda_host_copy.h"
-
-inline uint32_t bf16_bits(float x) {
-  const uint32_t v = __float_as_uint(x);
-  return (v + 0x7FFF + (v >> 16 & 1)) >> 16;
-}
-inline uint32_t bf16_pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+#include "cuda_host_rows.h"
 
 inline void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const int lane = host::thread() % 32;

@@ -240,7 +240,8 @@ def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(se
     first: list[Tensor] = []
     for num in (3, 17):
         h, y, post, comb, pre = (x[:num] for x in inputs)
-        got = site.hyper_site(h, y, post, comb, pre, weights, 1e-20, 1e-6, 20)
+        *got, rounded = site.hyper_site_rounded(h, y, post, comb, pre, weights, 1e-20, 1e-6, 20)
+        assert torch.equal(rounded, round_trip(got[1], "act8"))
         assert not site._workspace(h.device)[2].any()
         streams = hyper_expand(h, y, post, comb)
         exact = 2**-7 * streams.double().abs() + 1e-5

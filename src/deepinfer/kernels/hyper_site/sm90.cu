@@ -11,7 +11,8 @@
 // for the others and makes the norm's factors, one makes the coefficients of one token of a tile.
 // All blocks must run at the same time: no more than the card has multiprocessors are launched.
 //
-// Without an output the streams stay as they are: only the coefficients are made, nothing is waited for.
+// Without an output the streams stay as they are: only the coefficients are made. A launch may begin
+// while the kernel before it ends, since the projection does not come from there.
 //
 // All sums over channels have one fixed order: a token's bits depend on nothing but the token.
 
@@ -26,6 +27,9 @@
 #endif
 
 #include <cstdint>
+
+#include "../act8.cuh"
+#include "../chain.cuh"
 
 namespace {
 
@@ -50,7 +54,7 @@ struct Site {
   const float *post, *comb, *pre;      // [T, 4], [T, 4, 4], [T, 4]
   const u16* fn;                       // [slice][step][3][lane][part][half][2]
   const float *scale, *base;           // [3], [24]
-  u16 *streams, *x;                    // [T, 4, C], [T, C]
+  u16 *streams, *x, *rounded;          // [T, 4, C], [T, C]; x with ACT8 behind, or null
   float *new_pre, *new_post, *new_comb;
   float *sums, *squares;               // published: [tiles, slices, 16, 24], [.., 16, 2]
   u32* counters;                       // [tiles], zero before and after
@@ -72,11 +76,6 @@ __device__ inline uint4 load_once(const u16* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
-}
-__device__ inline u32 bf16_pair(float low, float high) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
 }
 // acc[16, 8] += a[16, 16] b[16, 8], bf16 pairs
 __device__ inline void multiply(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -211,7 +210,14 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   const int slice = blockIdx.x % kSlices, group = blockIdx.x / kSlices;
   const int num_tiles = (p.tiles - group + p.groups - 1) / p.groups;
   auto tile_of = [&](int i) { return group + i * p.groups; };
-  if (tid == 0) *published = 0, *finished = 0;
+  if (tid == 0) {
+    *published = 0, *finished = 0;
+    barrier_begin(barrier);
+    barriers_seen();
+    bulk_copy(weights, p.fn + static_cast<int64_t>(slice) * (kWeights / 2), kWeights, barrier);
+  }
+  previous_kernel_wait();
+  next_kernel_may_start();
   __syncthreads();
 
   if (warp == kWarps) {
@@ -271,11 +277,6 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
     return;
   }
 
-  if (tid == 0) {
-    barrier_begin(barrier);
-    barriers_seen();
-    bulk_copy(weights, p.fn + static_cast<int64_t>(slice) * (kWeights / 2), kWeights, barrier);
-  }
   const int channel = slice * kSlice + lane * 8;
   uint4 v[5];  // streams and output of this warp's token
   float coef = 0.f;
@@ -292,7 +293,6 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
     }
   };
   read(0);
-  meet();  // the barrier is seen by all
   for (int i = 0; i < num_tiles + (WHOLE ? kLag : 0); ++i) {
     if (i < num_tiles) {
       const int tile = tile_of(i), row = tile * kTokens + warp;
@@ -403,6 +403,15 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       if (row < p.num_rows) {
         *reinterpret_cast<uint4*>(p.x + static_cast<int64_t>(row) * kWidth + channel) = x;
       }
+      if (p.rounded != nullptr) {
+        Eight values;
+        values.unpack(x);
+        values.round();
+        if (row < p.num_rows) {
+          *reinterpret_cast<uint4*>(p.rounded + static_cast<int64_t>(row) * kWidth + channel) =
+              values.pack();
+        }
+      }
     }
   }
 }
@@ -417,8 +426,8 @@ int run(const Site& p, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(
       site_kernel<WHOLE>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (status != cudaSuccess) return static_cast<int>(status);
-  site_kernel<WHOLE><<<grid, kThreads, kShared, stream>>>(p);
-  return static_cast<int>(cudaGetLastError());
+  return static_cast<int>(
+      LAUNCH_NEXT(site_kernel<WHOLE>, grid, dim3(kThreads), kShared, stream, p));
 #endif
 }
 
@@ -426,12 +435,13 @@ int run(const Site& p, cudaStream_t stream) {
 
 // Streams, outputs and the norm's weight are bf16, coefficients fp32; fn as `Site` says. 20 * groups
 // blocks, no more than the card runs at once, and no more groups than tiles of 16 tokens. sums,
-// squares: room for [tiles, 20, 16, 24] and [tiles, 20, 16, 2] floats. Without y (null) only the
-// coefficients of h are made; of the others norm_weight, post, comb, pre, streams and x are null too.
+// squares: room for [tiles, 20, 16, 24] and [tiles, 20, 16, 2] floats. rounded may be null: x with
+// ACT8 behind is not made. Without y (null) only the coefficients of h are made; of the others
+// norm_weight, post, comb, pre, streams, x and rounded are null too.
 extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight, const void* post,
                           const void* comb, const void* pre, const void* fn, const void* scale,
-                          const void* base, void* streams, void* x, void* new_pre, void* new_post,
-                          void* new_comb, void* sums, void* squares, void* counters,
+                          const void* base, void* streams, void* x, void* rounded, void* new_pre,
+                          void* new_post, void* new_comb, void* sums, void* squares, void* counters,
                           long long num_rows, long long groups, long long iters, double norm_eps,
                           double hc_eps, cudaStream_t stream) {
   Site p;
@@ -441,6 +451,7 @@ extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight,
   p.pre = static_cast<const float*>(pre), p.fn = static_cast<const u16*>(fn);
   p.scale = static_cast<const float*>(scale), p.base = static_cast<const float*>(base);
   p.streams = static_cast<u16*>(streams), p.x = static_cast<u16*>(x);
+  p.rounded = static_cast<u16*>(rounded);
   p.new_pre = static_cast<float*>(new_pre), p.new_post = static_cast<float*>(new_post);
   p.new_comb = static_cast<float*>(new_comb);
   p.sums = static_cast<float*>(sums), p.squares = static_cast<float*>(squares);

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from deepinfer.kernels import nvcc
 from deepinfer.kernels.hyper_site import triton
-from deepinfer.kernels.quantize.sm90 import round_trip
 
 if TYPE_CHECKING:
     from deepinfer.kernels.hyper_site import RoundedSite, Site, SiteWeights
@@ -60,6 +59,8 @@ def prepared(fn: DenseWeight) -> Tensor:
         # part, 8-row block, row, stream, slice, step of 16 channels, half, pair, which
         parts = torch.stack([high, low]).view(2, 3, 8, STREAMS, SLICES, 16, 2, 4, 2)
         _prepared[key] = parts.permute(4, 3, 5, 1, 2, 7, 0, 6, 8).contiguous()
+        if whole.is_cuda and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(whole.device).synchronize()  # launches read it early
         weakref.finalize(fn.stored, _prepared.pop, key, None)
     return _prepared[key]
 
@@ -99,18 +100,7 @@ def hyper_site(
     """As the reference."""
     if not accepts(h, weights):
         return triton.hyper_site(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
-    h, y, post, comb, pre = (x.contiguous() for x in (h, y, post, comb, pre))
-    streams, x, new_pre, new_post, new_comb = (torch.empty_like(t) for t in (h, y, pre, post, comb))
-    norm, (fn, scale, base) = weights.norm, weights[:3]
-    for begin, rows in _launches(h.shape[0]):
-        part = slice(begin, begin + rows)
-        nvcc.call(
-            nvcc.load(SOURCE), "hyper_site", h.device, h[part], y[part], norm, post[part],
-            comb[part], pre[part], prepared(fn), scale, base, streams[part], x[part],
-            new_pre[part], new_post[part], new_comb[part], *_workspace(h.device), rows,
-            num_groups or groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
-        )  # fmt: skip
-    return streams, x, new_pre, new_post, new_comb
+    return _run(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters, num_groups, None)
 
 
 def hyper_site_rounded(
@@ -125,8 +115,40 @@ def hyper_site_rounded(
     iters: int,
 ) -> RoundedSite:
     """As the reference."""
-    site = hyper_site(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
-    return *site, round_trip(site[1], "act8")
+    if not accepts(h, weights):
+        return triton.hyper_site_rounded(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
+    rounded = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    site = _run(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters, None, rounded)
+    return *site, rounded
+
+
+def _run(
+    h: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    weights: SiteWeights,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+    num_groups: int | None,
+    rounded: Tensor | None,
+) -> Site:
+    """Launch for as many rows at a time as the workspace holds."""
+    h, y, post, comb, pre = (x.contiguous() for x in (h, y, post, comb, pre))
+    streams, x, new_pre, new_post, new_comb = (torch.empty_like(t) for t in (h, y, pre, post, comb))
+    norm, (fn, scale, base) = weights.norm, weights[:3]
+    for begin, rows in _launches(h.shape[0]):
+        part = slice(begin, begin + rows)
+        nvcc.call(
+            nvcc.load(SOURCE), "hyper_site", h.device, h[part], y[part], norm, post[part],
+            comb[part], pre[part], prepared(fn), scale, base, streams[part], x[part],
+            None if rounded is None else rounded[part], new_pre[part], new_post[part],
+            new_comb[part], *_workspace(h.device), rows,
+            num_groups or groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
+        )  # fmt: skip
+    return streams, x, new_pre, new_post, new_comb
 
 
 def coefficients(
@@ -146,7 +168,7 @@ def coefficients(
         part = slice(begin, begin + rows)
         nvcc.call(
             nvcc.load(SOURCE), "hyper_site", h.device, h[part], *[None] * 5, prepared(fn), scale,
-            base, None, None, pre[part], post[part], comb[part], *_workspace(h.device), rows,
+            base, None, None, None, pre[part], post[part], comb[part], *_workspace(h.device), rows,
             groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
         )  # fmt: skip
     return pre, post, comb
