@@ -110,7 +110,8 @@ def _best(records: Sequence[KernelRecord], goal: Goal, ours: bool) -> tuple[floa
     whole = [r for r in part if r.task == "experts both"] if "experts" in goal.name else []
     ways = [[min(whole, key=lambda r: r.us)]] if whole else []
     tasks = goal.tasks
-    if goal.name == "hyper site" and ours and not any(r.task == "hyper site" for r in part):
+    fused = any(r.task == "hyper site" and _own(r) for r in records)
+    if goal.name == "hyper site" and ours and not fused:
         tasks = _SITE
     each = [[r for r in part if r.task == task] for task in tasks]
     if all(each):
@@ -229,7 +230,8 @@ def _line(record: KernelRecord) -> str:
         if part
     )
     if record.failed:
-        return f"{record.name:<24} {record.failed[:90]}"
+        compared = "" if record.error is None else f"; error {record.error:.1e}"
+        return f"{record.name:<24} {record.failed[:90]}{compared}"
     error = "-" if record.error is None else f"{record.error:.1e}"
     return (
         f"{record.name:<24} {record.us:>9.2f} {record.us_burst:>9.2f} {record.of_floor:>6.0%}"

@@ -226,8 +226,10 @@ def _error(
         if not right.dtype.is_floating_point:
             worst = max(worst, float((part != right).float().mean()))
             continue
-        norm = float(right.double().norm())
-        gap = float((part.double() - right.double()).norm())
+        found, sought = part.double(), right.double()
+        same = found == sought  # -inf too: entries that a row does not see
+        norm = float(sought[sought.isfinite()].norm())
+        gap = float((found - sought).masked_fill(same, 0.0).norm())
         worst = max(worst, gap / norm if norm else gap)
         if gap != gap:  # NaN passes no comparison
             return float("nan")
