@@ -73,6 +73,25 @@ inline void bulk_copy(u32 target, const void* source, u32 bytes, u32 bar, u64) {
   host::barrier(bar).settle();
 }
 inline u64 read_once() { return 0; }
+struct TokenMap {
+  const unsigned char* start;
+  long long width, rows, row_bytes;
+  int box;
+};
+// Boxes of 128 bytes by `box` rows, swizzled; what lies outside is zero.
+inline void copy_tokens(u32 target, const TokenMap& map, int column, int row, u32 bar) {
+  if (target % 1024 || column % 16) std::abort();
+  for (int i = 0; i < map.box; ++i)
+    for (int piece = 0; piece < 8; ++piece) {
+      unsigned char* to = host::at(target + i * 128 + ((piece ^ (i & 7)) << 4));
+      if (row + i < map.rows)
+        std::memcpy(to, map.start + (row + i) * map.row_bytes + column + piece * 16, 16);
+      else
+        std::memset(to, 0, 16);
+    }
+  host::barrier(bar).bytes -= map.box * 128;
+  host::barrier(bar).settle();
+}
 inline void copy16(u32 target, const void* source) {
   if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16) std::abort();
   std::memcpy(host::at(target), source, 16);
@@ -223,7 +242,8 @@ template <class K>
 int run_blocks(const Args& a, int blocks) {
   host::held_barriers.clear();
   host::gates.clear();
-  host::launch(blocks, K::THREADS, K::SHARED, [&] { K::run(a); });
+  const TokenMap map = {a.x, a.inputs * (K::FP8 ? 1 : 2), a.rows, a.x_row_bytes, K::BOX};
+  host::launch(blocks, K::THREADS, K::SHARED, [&] { K::run(a, map); });
   return 0;
 }
 
@@ -233,11 +253,11 @@ int run_blocks(const Args& a, int blocks) {
   extern "C" int name(const void* x, const void* token_scale, const void* source,                 \
                       const void* weight, const void* row_scale, const void* offsets, void* out,  \
                       long long experts, long long outputs, long long inputs, long long x_row,    \
-                      long long least, long long most, long long blocks, void*) {                 \
+                      long long rows, long long least, long long most, long long blocks, void*) { \
     Args a = {(const unsigned char*)x, (const float*)token_scale, (const long long*)source,       \
               (const unsigned char*)weight, (const float*)row_scale, (const long long*)offsets,   \
               (unsigned short*)out, int(experts), int(outputs), int(inputs), int(x_row),          \
-              int(least), int(most)};                                                             \
+              int(rows), int(least), int(most)};                                                  \
     return run_blocks<Kernel<__VA_ARGS__>>(a, int(blocks));                                       \
   }
 #include "../../src/deepinfer/kernels/packed/schedules.cuh"

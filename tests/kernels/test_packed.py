@@ -16,7 +16,7 @@ from deepinfer.kernels import nvcc
 from deepinfer.kernels.expert_linear.reference import dequantize_rows, swiglu
 from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4
 from deepinfer.kernels.packed.kept import _kept, kept_fp4, kept_fp8, repack_fp4
-from deepinfer.kernels.packed.run import SOURCE, launches
+from deepinfer.kernels.packed.run import SOURCE, in_order, launches
 from deepinfer.kernels.quantize import act8, decode_ue8m0
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def experts(
     call(
         library, name, x, scale, source, weight.data, weight.row_scale, offsets, out,
         weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-        0, most, programs,
+        x.shape[0], 0, most, programs,
     )  # fmt: skip
     return out
 
@@ -83,7 +83,7 @@ CASES = [
     ("exact_few", [0, 1, 7, 40, 0, 17]),
     ("exact_32", [0, 1, 7, 40, 0, 17]),
     ("exact_64", [65, 0, 30]),
-    ("exact_144", [145, 3]),
+    ("exact_136", [137, 0, 3]),
 ]
 
 
@@ -134,7 +134,7 @@ def test_every_code_decodes_exactly(library: ctypes.CDLL, decoded: Decoded, seed
     one = torch.eye(256)
     fp8 = decoded is Decoded.FP4_E4M3
     tokens, factor = e4m3(one) if fp8 else (one.bfloat16(), None)
-    name = "fp8_128" if fp8 else "exact_144"
+    name = "fp8_128" if fp8 else "exact_136"
     out = experts(library, name, pack_fp4(codes, scale, decoded), tokens, [256], factor)
     assert torch.equal(out.float() * (4 if fp8 else 1), dequantize_rows(codes[0], scale[0]).T)
 
@@ -192,11 +192,12 @@ def test_launches_cover_all_row_counts_once() -> None:
         for bound, count in ((36, 1), (1152, 1), (2304, 2), (24576, 3)):
             found = launches(decoded, bound, 48)
             assert len(found) == count
-            for rows in (0, 1, 36, 1296, 1297, 2304, 3840, 3841, 24576):
+            for rows in (0, 1, 36, 1296, 1297, 2304, 2880, 3840, 3841, 24576):
                 taken = sum(least <= rows < most for _, least, most in found)
                 assert taken == 1 if rows <= bound else taken <= 1
     assert [n for n, *_ in launches(Decoded.FP4_BF16, 36, 48)] == ["exact_few"]
-    assert [n for n, *_ in found] == ["exact_32", "exact_64", "exact_144"]
+    assert [in_order(Decoded.FP4_BF16, bound, 48) for bound in (1296, 1297)] == [False, True]
+    assert [n for n, *_ in found] == ["exact_32", "exact_64", "exact_136"]
 
 
 @pytest.mark.skipif(not nvcc.available(), reason="nvcc is not installed")

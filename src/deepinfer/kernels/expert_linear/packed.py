@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepinfer.kernels.packed import Decoded, Packed
 from deepinfer.kernels.packed.kept import kept_fp4
-from deepinfer.kernels.packed.run import multiply
+from deepinfer.kernels.packed.run import in_order, multiply
 from deepinfer.kernels.packed.tokens import fold_tokens, gate_tokens
 
 if TYPE_CHECKING:
@@ -53,9 +53,15 @@ def experts(
     weight    [P] fp32 routing weights
     quantize  round the gated values with ACT8
     """
-    fold = w1_w3.decoded is Decoded.FP4_E4M3
-    tokens, scale = fold_tokens(x) if fold else (x, None)
-    gate_up = multiply(tokens, w1_w3, offsets, token_scale=scale, source=rows)
+    tokens, scale = x, None
+    source: Tensor | None = rows
+    if w1_w3.decoded is Decoded.FP4_E4M3:
+        if in_order(w1_w3.decoded, rows.shape[0], w1_w3.experts):
+            source = None
+            tokens, scale = fold_tokens(x, rows, offsets)
+        else:
+            tokens, scale = fold_tokens(x)
+    gate_up = multiply(tokens, w1_w3, offsets, token_scale=scale, source=source)
     fold = w2.decoded is Decoded.FP4_E4M3
     hidden, scale = gate_tokens(gate_up, weight, offsets, limit, quantize, fold)
     return multiply(hidden, w2, offsets, token_scale=scale)

@@ -1,7 +1,7 @@
 // Grouped products of few-bit weights with tokens on SM90a: out[r, n] = sum_k x[r, k] * w[e(r), n, k].
 //
 // The weights are the wide side of the tensor instruction (64 rows, decoded in registers), the tokens
-// its narrow side (8..144, from shared memory), so a tile of few tokens wastes nothing. One producer
+// its narrow side (8..136, from shared memory), so a tile of few tokens wastes nothing. One producer
 // warpgroup streams packed weights (bulk copies of contiguous tiles) and tokens (16-byte copies into
 // swizzled rows) through a ring of stages; consumer warpgroups decode, multiply and store. Blocks are
 // persistent: while one tile is stored, the next one's weights arrive.
@@ -10,6 +10,7 @@
 #pragma once
 #include "decode.cuh"
 #ifdef __CUDACC__
+#include "boxes.cuh"
 #include "mma.cuh"
 #include "ptx.cuh"
 #endif
@@ -19,7 +20,8 @@ enum Format { FP4_AS_FP8 = 0, FP4_AS_BF16 = 1 };
 // How a kernel's roles are cut. TOGETHER: 128 producer threads copy tokens, fence them and tell, one of
 // them streams weights. OWN: one thread streams weights alone, 96 others copy tokens, readers fence.
 // FEW: as OWN, and products are those of single warps, with the same bits: faster for up to 8 tokens.
-enum Way { TOGETHER = 0, OWN = 1, FEW = 2 };
+// BOXED: one thread brings weights and tokens, rows of x side by side, one box for each atom.
+enum Way { TOGETHER = 0, OWN = 1, FEW = 2, BOXED = 3 };
 
 // Of one packed block, 64 rows by 64 inputs: bytes of its codes, and with its scales.
 constexpr int CODES = 2048, BLOCK = CODES + 128;
@@ -38,6 +40,7 @@ struct Args {
   const long long* offsets;     // [E + 1] first row of each expert
   unsigned short* out;          // [R, N] bf16
   int experts, outputs, inputs, x_row_bytes;
+  int rows;  // of x
   // Products of fewer rows than `least`, or of `most` and more, are another launch's work.
   int least, most;
 };
@@ -66,8 +69,9 @@ struct Kernel {
   static constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;
   static constexpr int SHARED = STAGES * (WEIGHT_BYTES + TOKEN_BYTES) + GROUPS * CHUNK * 128 +
                                 16 * STAGES + 4 * (MAX_EXPERTS + 1) + 1024 + 64;
-  static constexpr int CONSUMER_REGS = GROUPS == 4 ? 112 : 232;
-  static constexpr int PRODUCER_REGS = GROUPS == 4 ? 32 : 40;
+  static constexpr int BOX = WAY == BOXED ? TOKENS : 0;  // rows of a box
+  static constexpr int CONSUMER_REGS = GROUPS == 4 ? 112 : WAY == BOXED ? 240 : 232;
+  static constexpr int PRODUCER_REGS = GROUPS == 4 ? 32 : WAY == BOXED ? 24 : 40;
 
   struct Place {  // of a tile: expert, first output, first row, number of rows
     int expert, output, row, rows;
@@ -115,7 +119,7 @@ struct Kernel {
   }
 
   static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy) {
-    barrier_expect(bar, WEIGHT_BYTES);
+    barrier_expect(bar, WEIGHT_BYTES + (WAY == BOXED ? TOKEN_BYTES : 0));
     bulk_copy(target, w + size_t(step) * WEIGHT_BYTES, WEIGHT_BYTES, bar, policy);
   }
 
@@ -200,6 +204,28 @@ struct Kernel {
             copy16(at + atom * (TOKENS * 128), from + atom * 128);
         }
         copies_arrive(full + 8 * ring.stage);
+        ring.next();
+      }
+    }
+  }
+
+  // BOXED: both. A box may take rows of the next tile along, whose sums nobody stores.
+  static __device__ void produce_boxes(const Args& a, const TokenMap& map, const int* first, int total,
+                                       u32 tokens, u32 weights, u32 full, u32 empty) {
+    const int steps = steps_of(a);
+    const u64 policy = read_once();
+    Ring ring;
+    for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
+      const Place p = locate(a, first, tile);
+      if (threadIdx.x & 31) continue;
+      const unsigned char* w = weights_of(a, p);
+      for (int step = 0; step < steps; ++step) {
+        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        const u32 bar = full + 8 * ring.stage, to = tokens + ring.stage * TOKEN_BYTES;
+        fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy);
+#pragma unroll
+        for (int atom = 0; atom < ATOMS; ++atom)
+          copy_tokens(to + atom * (TOKENS * 128), map, (step * ATOMS + atom) * 128, p.row, bar);
         ring.next();
       }
     }
@@ -440,7 +466,7 @@ struct Kernel {
     return raw + ((1024 - (address(raw) & 1023)) & 1023);
   }
 
-  static __device__ void run(const Args& a) {
+  static __device__ void run(const Args& a, const TokenMap& map) {
     unsigned char* tokens = ring_memory();
     unsigned char* weights = tokens + STAGES * TOKEN_BYTES;
     unsigned char* staging = weights + STAGES * WEIGHT_BYTES;
@@ -450,7 +476,7 @@ struct Kernel {
     if (threadIdx.x == 0) {
       *reinterpret_cast<u32*>(bars - 16) = PAIR_BYTES;
       for (int i = 0; i < STAGES; ++i) {
-        barrier_init(full + 8 * i, WAY == TOGETHER ? 129 : 1 + 96);
+        barrier_init(full + 8 * i, WAY == TOGETHER ? 129 : WAY == BOXED ? 1 : 1 + 96);
         barrier_init(empty + 8 * i, 4 * GROUPS);
       }
       barriers_ready();
@@ -482,6 +508,9 @@ struct Kernel {
       fewer_registers<PRODUCER_REGS>();
       if constexpr (WAY == TOGETHER) {
         produce(a, first, total, address(tokens), address(weights), full, empty);
+      } else if constexpr (WAY == BOXED) {
+        if (threadIdx.x < 32)
+          produce_boxes(a, map, first, total, address(tokens), address(weights), full, empty);
       } else if (threadIdx.x < 32) {
         produce_weights(a, first, total, address(weights), full, empty);
       } else {
@@ -503,7 +532,7 @@ struct Kernel {
           fitting<TOKENS, 8, 16, 24, 32, 40, 48, 56, 64>(p.rows, with);
         else if constexpr (TOKENS == 64)
           fitting<TOKENS, 16, 32, 48, 64>(p.rows, with);
-        else if constexpr (WAY == OWN)
+        else if constexpr ((WAY == OWN || WAY == BOXED) && !FP8)
           fitting<TOKENS, 96, 104, 112, 120, 128, 136, 144>(p.rows, with);
         else
           multiply<TOKENS>(a, p, ring, x, w, full, empty, staging);
@@ -515,8 +544,9 @@ struct Kernel {
 #ifdef __CUDACC__
 
 template <class K>
-__global__ void __launch_bounds__(K::THREADS, 1) run_kernel(const __grid_constant__ Args a) {
-  K::run(a);
+__global__ void __launch_bounds__(K::THREADS, 1)
+    run_kernel(const __grid_constant__ Args a, const __grid_constant__ TokenMap map) {
+  K::run(a, map);
 }
 
 template <class K>
@@ -538,7 +568,11 @@ int launch(const Args& a, long long blocks, void* stream) {
   attribute[0].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attribute;
   config.numAttrs = 1;
-  cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a);
+  TokenMap map = {};
+  if (K::BOX && (a.source || !describe_rows(map, a.x, a.inputs * (K::FP8 ? 1 : 2), a.rows,
+                                            a.x_row_bytes, K::BOX)))
+    return cudaErrorInvalidValue;
+  cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a, map);
   return e != cudaSuccess ? e : cudaGetLastError();
 }
 
