@@ -346,7 +346,21 @@ def test_times_are_fitted_to_steps_taken_apart_and_tell_others(
     assert main(["sim", "check", str(file), "--fit", str(file), "--exchange", str(links)]) == 0
     shown = capsys.readouterr()
     assert "30 us and 200 GB/s" in shown.err
-    assert shown.out.count("  fitted\n") == 4 and "no step of its kind is split" in shown.out
+    assert shown.out.count("  fitted\n") == 4 and "too few steps of its kind" in shown.out
     assert "predicted: 3 steps" in shown.out
     worst = float(shown.out.rsplit("average, ", 1)[1].split("%")[0])
     assert worst < 8
+    assert main(["sim", "check", str(file), "--fit", str(file), "--hold", "16"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("  fitted\n") == 3 and "predicted: 4 steps" in shown.out
+    with file.open("w") as lines:  # beside its slice a shared step needs no fit
+        for what, us in (("slice", 5e3), ("fixed", 9e3), ("symm", 5.2e3)):
+            lines.write(json.dumps({**shared, "what": what, "step_us": us}) + "\n")
+    assert main(["sim", "check", str(file), "--exchange", str(links)]) == 0
+    shown = capsys.readouterr()
+    bytes_sent = (
+        32 * (distinct_ranks(2, 384, 6) * TIMES.dispatch_bytes + 6 * TIMES.combine_bytes) / 2
+    )
+    told = 5e3 + 6 * (30 + bytes_sent / 2e5)
+    assert f"{told / 5.2e3:.2f}" in shown.out and "9.00" not in shown.out
+    assert shown.out.count("  fitted\n") == 1 and "predicted: 1 steps" in shown.out

@@ -1,8 +1,10 @@
 """The simulator's time of a step beside measured ones, on one GPU and on several.
 
 What is compared: decode steps of `bench decode` and `bench slice`, and steps of `bench.scaling`,
-where ranks share the experts. Times are the device's stated ones, or fitted (`simfit.py`) to steps
-of the same kind; then a step that times were fitted to is told apart from a predicted one.
+where ranks share the experts over `symm`. Times are the device's stated ones, or fitted
+(`simfit.py`) to steps of the same kind; then a step that times were fitted to is told apart from a
+predicted one. Where a shared step's kind has no fit, it is the measured slice of its run, in which
+nothing travels, and the exchange of every layer.
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ __all__ = ["Compared", "Measured", "compare_steps", "read_measured", "read_steps
 _EXPERTS, _ACTIVE = 384, 6
 _SHARED: Final[Kind] = ((), (), False)
 """The kind of a step of `bench.scaling`: no drafts, kernels that the engine chooses."""
+
+
+_FORMS: Final = ("whole", "slice", "symm")
+"""Of `bench.scaling`: links are fitted to one back end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +59,7 @@ class Measured:
 class Compared:
     """One measured step and what the simulator says of it, without a network that was not there.
 
-    told_us  None when no step of its kind was taken apart
+    told_us  None when too few steps of its kind were taken apart
     fitted   whether the times were fitted to this step
     """
 
@@ -95,7 +101,7 @@ def read_measured(file: Path) -> list[Measured]:
                 record = read_step(line)
                 if is_decode(record):
                     found.append(_of_record(record))
-            elif suite == "scaling" and "step_us" in entry:
+            elif suite == "scaling" and "step_us" in entry and entry["what"] in _FORMS:
                 found.append(_of_scaling(entry))
             elif suite is None and "what" not in entry:
                 raise ValueError("no record of a benchmark")
@@ -105,8 +111,9 @@ def read_measured(file: Path) -> list[Measured]:
 
 
 def _of_record(record: StepRecord) -> Measured:
+    products = record.settings.get("numerics.expert_products", "")
     return Measured(
-        label=record.form,
+        label=f"{record.form} {products}".strip(),
         depth=record.depth,
         held=num_slots(_EXPERTS, record.ranks) // record.ranks,
         ranks=1,
@@ -156,10 +163,33 @@ def compare_steps(
                     kinds[step.kind] = None
             known = kinds[step.kind]
         told = None if known is None else _told(known, step)
+        slice_us = _slice_of(step, steps)
+        if slice_us is not None and (known is None or fit is None):
+            told = slice_us + (step.depth * _exchange(times, step) if step.ranks > 1 else 0.0)
         was_fitted = fit is not None and step.record is not None and bool(step.record.ops)
         was_fitted = was_fitted and step.record in (fit or ())
+        was_fitted = (was_fitted and told is not None) or told == slice_us == step.step_us
         found.append(Compared(measured=step, told_us=told, fitted=was_fitted))
     return found
+
+
+def _slice_of(step: Measured, steps: Sequence[Measured]) -> float | None:
+    """Return the time of the slice that stands beside a step of `bench.scaling`."""
+    if step.record is not None or step.label == "whole":
+        return None
+    shape = (step.depth, step.held, step.sequences, step.rows, step.context)
+    for other in steps:
+        if other.label == "slice" and other.record is None:
+            if (other.depth, other.held, other.sequences, other.rows, other.context) == shape:
+                return other.step_us
+    return None
+
+
+def _exchange(times: Times, step: Measured) -> float:
+    """Return the time of one layer's dispatch and combine."""
+    sent = np.full(step.ranks, float(step.sequences * step.rows))
+    slots, link = step.held * step.ranks, times.fabrics["pair"]
+    return float(times.exchange(link, step.ranks, slots, _ACTIVE, sent, sent * _ACTIVE))
 
 
 def _told(times: Times, step: Measured) -> float:
@@ -168,11 +198,7 @@ def _told(times: Times, step: Measured) -> float:
     layer = times.decode_layer(np.array([rows]), np.array([rows * step.context]))[0]
     layer += times.experts(drawn).mean()
     if step.ranks > 1:
-        sent = np.full(step.ranks, float(rows))
-        slots = step.held * step.ranks
-        layer += times.exchange(
-            times.fabrics["pair"], step.ranks, slots, _ACTIVE, sent, sent * _ACTIVE
-        )
+        layer += _exchange(times, step)
     ends = times.curves["head"](rows) + times.curves["sampler"](rows)
     if step.kind[2]:
         ends = ends + times.curves["draft"](step.sequences)
@@ -190,7 +216,11 @@ def spelled(found: Sequence[Compared]) -> str:
         told = "-" if each.told_us is None else f"{each.told_us / 1e3:.2f}"
         ratio = "-" if each.told_us is None else f"{each.ratio:.2f}"
         how = (
-            "  fitted" if each.fitted else "" if each.told_us else "  no step of its kind is split"
+            "  fitted"
+            if each.fitted
+            else ""
+            if each.told_us
+            else "  too few steps of its kind are split"
         )
         lines.append(
             f"{m.label:<16} {m.depth:6d} {m.held:7d} {shape:>17} {m.context:9,d} "

@@ -100,7 +100,7 @@ def fitted_times(
     """Return times of the device that steps of one kind were measured on, and what was fitted.
 
     kind  None is the one that most steps with drafts are of
-    Raises ConfigError when no such step was taken apart.
+    Raises ConfigError when fewer than two sizes of such steps were taken apart.
     """
     config = released_config()
     split = [r for r in records if is_decode(r) and r.ops]
@@ -108,8 +108,8 @@ def fitted_times(
         drafting = [kind_of(r) for r in split if "draft" in r.kinds]
         kind = max(drafting, key=drafting.count, default=None)
     found = [r for r in split if kind_of(r) == kind]
-    if not found:
-        raise ConfigError("no measured decode step with times of its ops fits what is asked for")
+    if len({r.sequences * r.rows for r in found}) < 2:
+        raise ConfigError("times are fitted to decode steps of at least two sizes, with their ops")
     parts = sorted((_parts(r, config) for r in found), key=lambda p: p.rows)
     experts, worst = _experts(times, parts, config)
     times = replace(times, experts_fit=experts)

@@ -80,6 +80,14 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
             metavar="FILE",
             help="fit the links of two GPUs to what `python -m deepinfer.bench.exchange` kept",
         )
+    check.add_argument(
+        "--hold",
+        metavar="N",
+        type=positive,
+        action="append",
+        default=[],
+        help="fit nothing to steps of so many sequences, repeatable: they are predicted",
+    )
     check.set_defaults(func=run)
     for form in (one, study):
         form.add_argument(
@@ -111,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
         steps = read_measured(Path(args.file).expanduser())
         times = _times(args.device, args.kernels, None, args.exchange)
         fit = None if args.fit is None else read_steps(Path(args.fit).expanduser())
+        if fit is not None:
+            fit = [record for record in fit if record.sequences not in args.hold]
         print(table(compare_steps(times, steps, fit)))
         return 0
     try:
