@@ -1,4 +1,4 @@
-// What dense products need beside `ptx.cuh`: boxes of tokens by the copy engine, wide remote loads.
+// Boxes of tokens by the copy engine, and what dense products need beside `ptx.cuh`.
 #pragma once
 #include <cuda.h>
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvcc
-from deepinfer.kernels.packed import triton
 
 __all__ = ["SOURCE", "fold_tokens", "gate_tokens", "gather_tokens"]
 
@@ -45,6 +44,8 @@ def fold_tokens(
 ) -> tuple[Tensor, Tensor]:
     """As `triton.fold_tokens`, with the same bits; of the rows `source` as `gather_tokens`."""
     if not _takes_rows(x):
+        from deepinfer.kernels.packed import triton
+
         return triton.fold_tokens(x if source is None else x[source])
     rows, inputs = x.shape[0] if source is None else source.shape[0], x.shape[1]
     codes = torch.empty(rows, inputs, dtype=torch.uint8, device=x.device)
@@ -67,6 +68,8 @@ def gate_tokens(
     """As `triton.gate_tokens`; values before rounding may differ in the last bits of fp32."""
     rows, inputs = gate_up.shape[0], gate_up.shape[1] // 2
     if not _takes(gate_up, inputs):
+        from deepinfer.kernels.packed import triton
+
         return triton.gate_tokens(gate_up, weight, offsets, limit, quantize, fold)
     dtype = torch.uint8 if fold else torch.bfloat16
     out = torch.empty(rows, inputs, dtype=dtype, device=gate_up.device)
