@@ -13,11 +13,14 @@ from torch import Tensor
 
 from deepinfer.errors import UnsupportedError
 from deepinfer.kernels import nvcc
+from deepinfer.kernels.expert_linear import Fp4Weight
+from deepinfer.kernels.expert_linear.packed import experts as packed_experts
 from deepinfer.kernels.expert_linear.reference import dequantize_rows, swiglu
-from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4
+from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, run
 from deepinfer.kernels.packed.kept import _kept, kept_fp4, kept_fp8, repack_fp4
 from deepinfer.kernels.packed.run import SOURCE, in_order, launches
-from deepinfer.kernels.quantize import act8, decode_ue8m0
+from deepinfer.kernels.quantize import act8, act8_values, decode_ue8m0
+from deepinfer.kernels.routed_experts.reference import routed_experts
 
 HERE = Path(__file__).parent
 
@@ -170,6 +173,40 @@ def test_tokens_are_folded_and_gated(library: ctypes.CDLL, seed: int) -> None:
     call(library, "gate", gate_up, weight, codes, scale, offsets, 3, 2, 256, 10.0, 1, 1)
     call(library, "fold", wanted[0], again, torch.empty(3), None, None, 3, 0, 256, 256)
     assert torch.equal(codes[:2], again[:2])
+
+
+@pytest.mark.parametrize(("decoded", "choices"), [(Decoded.FP4_BF16, 125), (Decoded.FP4_E4M3, 165)])
+def test_a_chain_of_many_rows_reads_them_in_order(
+    library: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+    decoded: Decoded,
+    choices: int,
+    seed: int,
+) -> None:
+    """All of routed experts on this CPU: what no run takes is neither read nor written."""
+
+    def host(_: object, name: str, __: object, *arguments: Tensor | float | None) -> None:
+        call(library, name, *arguments)
+
+    monkeypatch.setattr(nvcc, "load", lambda source: library)
+    monkeypatch.setattr(nvcc, "call", host)
+    monkeypatch.setattr(run, "_programs", lambda device: 2)
+    generator = torch.Generator().manual_seed(seed)
+    (up, down), bound = (draw(generator, 2, n, 256) for n in (512, 256)), choices + 3
+    x = act8_values(torch.randn(9, 256, generator=generator).bfloat16()).bfloat16()
+    rows = torch.randint(0, 9, (bound,), generator=generator)
+    rows[choices:] = 1 << 40  # left out: no row of x
+    offsets, weight = torch.tensor([0, 20, choices]), torch.rand(bound, generator=generator)
+    assert in_order(decoded, bound, 2)
+    first, second = pack_fp4(*up, decoded), pack_fp4(*down, decoded)
+    out = packed_experts(x, rows, offsets, weight, first, second, 10.0, True)[:choices]
+    weights = (Fp4Weight(*up, None), Fp4Weight(*down, None))
+    exact = routed_experts(
+        x, rows[:choices], weight[:choices], offsets, *weights, 10.0, True
+    ).double()
+    assert (out.double() - exact).norm() / exact.norm() < (
+        5e-3 if decoded is Decoded.FP4_BF16 else 2e-2
+    )
 
 
 def test_scales_too_far_apart_are_refused(seed: int) -> None:
