@@ -212,10 +212,9 @@ int run_dense(const DenseArgs& a, const void* x, long long row_bytes, int progra
   extern "C" int name(const void* x, const void* weight, const void* row_scale, void* out,        \
                       long long groups, long long outputs, long long inputs, long long row_bytes, \
                       long long rows, long long share, long long out_row, long long programs,     \
-                      long long cluster, long long parts, void*) {                                \
+                      long long cluster, void*) {                                                 \
     DenseArgs a = {(const unsigned char*)weight, (const float*)row_scale, (unsigned short*)out,   \
-                   int(groups), int(outputs), int(inputs), int(rows), int(out_row), int(share),   \
-                   int(parts)};                                                                   \
+                   int(groups), int(outputs), int(inputs), int(rows), int(out_row), int(share)};  \
     return run_dense<Dense<__VA_ARGS__>>(a, x, row_bytes, int(programs), int(cluster));           \
   }
 #include "../../src/deepinfer/kernels/packed/dense_schedules.cuh"

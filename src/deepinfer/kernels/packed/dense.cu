@@ -11,7 +11,7 @@ using std::min;
   extern "C" int name(const void* x, const void* weight, const void* row_scale, void* out,          \
                       long long groups, long long outputs, long long inputs, long long row_bytes,   \
                       long long rows, long long share, long long out_row, long long programs,       \
-                      long long cluster, long long parts, void* stream) {                           \
+                      long long cluster, void* stream) {                                            \
     DenseArgs a = {static_cast<const unsigned char*>(weight),                                       \
                    static_cast<const float*>(row_scale),                                            \
                    static_cast<unsigned short*>(out),                                               \
@@ -20,8 +20,7 @@ using std::min;
                    static_cast<int>(inputs),                                                        \
                    static_cast<int>(rows),                                                          \
                    static_cast<int>(out_row),                                                       \
-                   static_cast<int>(share),                                                         \
-                   static_cast<int>(parts)};                                                        \
+                   static_cast<int>(share)};                                                        \
     return launch_dense<Dense<__VA_ARGS__>>(a, x, row_bytes, programs, cluster, stream);            \
   }                                                                                                 \
   extern "C" int name##_held(long long cluster) {                                                   \

@@ -23,22 +23,18 @@ struct DenseArgs {
   // Every group of the matrix's rows takes its own K inputs of the same rows of x.
   int groups, outputs, inputs, rows, out_row;
   int share;  // tokens of a tile, a multiple of 8
-  int parts;  // of K, in LONG tiles
 };
 
 // GROUPS consumer warpgroups of TILES 64-row tiles, at most TOKENS tokens a tile, STAGES stages of
 // BLOCKS 64-wide K blocks; PER_SM blocks fit a multiprocessor. Weights are decoded STEPS times 16
-// inputs ahead of their products. LONG: a block takes all of a tile's K, but adds it up in parts, in
-// the order in which a cluster of so many blocks does.
-template <int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, int PER_SM, int STEPS,
-          bool LONG = false>
+// inputs ahead of their products.
+template <int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, int PER_SM, int STEPS>
 struct Dense {
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
   static constexpr int RESIDENT = PER_SM;
   static constexpr int PIECES = 4 / STEPS;
   static constexpr int UNITS = BLOCKS * TILES * PIECES;  // of STEPS instructions in a stage
-  static_assert(!LONG || TILES == 1, "one total");
   static_assert(STEPS == 2 || STEPS == 4, "whole groups of 32 inputs");
   static constexpr int CODES = 4096, BLOCK = CODES + 16;
   static constexpr int WEIGHT_BYTES = BLOCKS * PARTS * BLOCK;
@@ -89,16 +85,9 @@ struct Dense {
     }
   };
 
-  static __device__ int parts_of(const DenseArgs& a) { return LONG ? a.parts : cluster_blocks(); }
-
-  // First K block of a part of the tile.
+  // First K block of a part of the cluster's tile.
   static __device__ int start_of(const DenseArgs& a, int part) {
-    return a.inputs / 128 * part / parts_of(a) * 2;
-  }
-
-  // First K block of a block's share.
-  static __device__ int own_start(const DenseArgs& a, int rank) {
-    return LONG ? a.inputs / 64 * rank : start_of(a, rank);
+    return a.inputs / 128 * part / cluster_blocks() * 2;
   }
 
   static __device__ void fetch_weights(const DenseArgs& a, const Place& p, int block, u32 target,
@@ -130,7 +119,7 @@ struct Dense {
   static __device__ void produce(const DenseArgs& a, const TokenMap& map, int total, u32 tokens,
                                  u32 weights, u32 full, u32 empty) {
     const int size = cluster_blocks(), start = blockIdx.x / size, stride = gridDim.x / size;
-    const int begin = own_start(a, cluster_place()), end = own_start(a, cluster_place() + 1);
+    const int begin = start_of(a, cluster_place()), end = start_of(a, cluster_place() + 1);
     const u64 policy = read_once();
     expect_map(map);
     const u32 of_tokens = a.share * (128 * BLOCKS);
@@ -236,24 +225,6 @@ struct Dense {
   }
 
   template <int N>
-  using Total = Sums<LONG ? N : 2>;
-
-  // LONG: behind the last step of a part its sums are added to the total, and begin anew.
-  template <int N>
-  static __device__ void end_of_step(const DenseArgs& a, Sums<N>& sums, Sums<N>& total, int& part,
-                                     int& until) {
-    if (--until) return;
-    keep_in_place(sums.of[0]);
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      total.of[0][i] = part ? total.of[0][i] + sums.of[0][i] : sums.of[0][i];
-      sums.of[0][i] = 0.f;
-    }
-    ++part;
-    until = (start_of(a, part + 1) - start_of(a, part)) / BLOCKS;
-  }
-
-  template <int N>
   static __device__ void multiply(const DenseArgs& a, const Place& p, Ring& ring, u32 tokens,
                                   u32 weights, u32 full, u32 empty, u32 staging) {
     Sums<N> sums;
@@ -262,24 +233,16 @@ struct Dense {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.of[m][i] = 0.f;
     u32 even[4 * STEPS], odd[4 * STEPS];
-    const int steps = (own_start(a, cluster_place() + 1) - own_start(a, cluster_place())) / BLOCKS;
+    const int steps = (start_of(a, cluster_place() + 1) - start_of(a, cluster_place())) / BLOCKS;
     Stage stage = enter(ring, tokens, weights, full, empty);
     decode_unit<0>(stage.weights, even);
-    Total<N> total;
-    int part = 0, until = LONG ? start_of(a, 1) / BLOCKS : 0;
 #pragma unroll 1
     for (int left = steps - 1; left >= 0; --left) {
       unit<N, 0>(sums, even, odd, stage, left > 0, ring, tokens, weights, full, empty);
-      if constexpr (LONG) end_of_step<N>(a, sums, total, part, until);
       if constexpr (UNITS % 2) {
         if (--left < 0) break;
         unit<N, 0>(sums, odd, even, stage, left > 0, ring, tokens, weights, full, empty);
-        if constexpr (LONG) end_of_step<N>(a, sums, total, part, until);
       }
-    }
-    if constexpr (LONG) {
-      store<N>(a, p, total, staging);
-      return;
     }
     if constexpr (SHARES) {
       if (cluster_blocks() > 1) {

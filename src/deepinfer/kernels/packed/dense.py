@@ -27,14 +27,12 @@ class Schedule:
     costs            microseconds of a launch; of a round of tiles; of 64 inputs of a tile, and for
                      each of its tokens; of sharing a sum, and for each token; of 64 inputs for
                      each tile that a multiprocessor gets on average
-    whole            a block adds up all parts of a sum itself, in the order of those that share it
     """
 
     tokens: int
     outputs: int
     resident: int
     costs: tuple[float, ...]
-    whole: bool = False
 
 
 SCHEDULES: Final = {
@@ -46,8 +44,6 @@ SCHEDULES: Final = {
     "step_192": Schedule(128, 192, 1, (0.92, 3.79, 0.275, 0.0003, 1.92, 0.02, 0.284)),
     "wide_128": Schedule(192, 128, 1, (0.4, 2.12, 0.0, 0.0019, 1.73, 0.018, 0.232)),
     "wide_192": Schedule(192, 192, 1, (0.43, 3.88, 0.0, 0.0029, 5.21, 0.0, 0.289)),
-    "long_128": Schedule(128, 128, 1, (), whole=True),
-    "long_wide": Schedule(192, 128, 1, (), whole=True),
 }
 
 _HELD: Final = {
@@ -147,8 +143,6 @@ def multiply(
     size = (weight.outputs // groups, groups, weight.inputs)
     chosen, parts = plan(*size, rows, split)
     name, split = (name, split or 1) if name else (chosen, parts)
-    schedule = SCHEDULES[name]
-    shared, parts = (1, split) if schedule.whole else (split, 1)
     if out is None:
         out = torch.empty(rows, weight.outputs, dtype=torch.bfloat16, device=x.device)
     nvcc.call(
@@ -156,6 +150,6 @@ def multiply(
         x, weight.data, weight.row_scale, out,
         groups, size[0], weight.inputs, x.stride(0) * x.element_size(),
         rows, share_of(rows, name), weight.outputs,
-        nvcc.processors(x.device) * schedule.resident, shared, parts,
+        nvcc.processors(x.device) * SCHEDULES[name].resident, split,
     )  # fmt: skip
     return out
