@@ -493,16 +493,16 @@ def main() -> None:
         help="folder with the backbone (and drafts to go on with)",
     )
     parser.add_argument("--out", type=Path, default=Path(".carry/state"))
-    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--steps", type=int, default=15000)
     parser.add_argument("--limit", type=int, default=60000, help="most steps, with --seconds")
     parser.add_argument(
         "--seconds", type=float, default=0, help="choose the number of steps to end at this time"
     )
-    parser.add_argument("--greedy-batches", type=int, default=64)
-    parser.add_argument("--text-batches", type=int, default=400)
+    parser.add_argument("--greedy-batches", type=int, default=45)
+    parser.add_argument("--text-batches", type=int, default=60)
     parser.add_argument("--seed", type=int, default=7000, help="of the choice of rows")
     parser.add_argument(
-        "--greedy-share", type=float, default=0.5, help="share of the steps on greedy rows"
+        "--greedy-share", type=float, default=0.6, help="share of the steps on greedy rows"
     )
     parser.add_argument(
         "--gather", type=float, default=0.36, help="share of --seconds after which no more greedy rows are written"

@@ -70,7 +70,7 @@ def official_config(compressed_vocab_size: int, token_ids: dict[str, int]) -> di
         "index_head_dim": 64,
         "index_topk": 64,
         "candidate_source_layer_id": 5,
-        "candidate_topk_blocks": 32,
+        "candidate_topk_blocks": 96,
         "candidate_block_size": 8,
         "hc_mult": 4,
         "hc_sinkhorn_iters": 20,

@@ -328,13 +328,13 @@ def main() -> None:
         "--answer-weight", type=int, default=8, help="loss weight of retrieved digits"
     )
     parser.add_argument(
-        "--copies", type=float, default=0.3, help="share of copies in the generated text"
+        "--copies", type=float, default=0.28, help="share of copies in the generated text"
     )
     parser.add_argument("--copy-weight", type=int, default=3, help="loss weight of copied tokens")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--generated-share", type=float, default=0.35)
+    parser.add_argument("--generated-share", type=float, default=0.38)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--light", action="store_true", help="save no optimizer moments")
     parser.add_argument(
