@@ -155,6 +155,12 @@ def test_the_kernel_computes_attention(
     assert torch.equal(alone[0], got[1])
 
 
+def test_few_rows_are_split() -> None:
+    at_once = (132, 66, 39, 30)  # of an H200
+    shares = [sm90.best_shares(rows, 10, at_once) for rows in (6, 32, 66, 100, 192, 768)]
+    assert shares == [4, 3, 2, 1, 1, 1]
+
+
 def test_accepts_the_release_and_nothing_else() -> None:
     rings = empty_cache("window_fp8", 2, 30, 512, dense=False, split=False)
     main = empty_cache("main_fp4", 2, 64, 512, dense=False, split=False)

@@ -22,7 +22,8 @@ SOURCE: Final = Path(__file__).with_suffix(".cu")
 HEADS: Final = 64
 DIM: Final = 512
 _TILE: Final = 64  # slots that a block of threads takes at once
-_ROW_TILES: Final = 3  # what beginning and ending a row costs, in tiles
+_ROW_TILES: Final = 2  # what beginning and ending a row costs, in tiles
+_MEETING_TILES: Final = 1  # what it costs blocks to add their shares of a row
 _CODE_BYTES: Final = {"window_fp8": 512, "main_fp4": 256}
 _ENTRY_BYTES: Final = {"window_fp8": 528, "main_fp4": 288}
 
@@ -89,7 +90,8 @@ def best_shares(num_rows: int, tiles: int, at_once: Sequence[int]) -> int:
 
     def cost(shares: int) -> int:
         rounds = math.ceil(num_rows / max(1, at_once[shares - 1]))
-        return rounds * (_ROW_TILES + math.ceil(tiles / shares))
+        meeting = _MEETING_TILES if shares > 1 else 0
+        return rounds * (_ROW_TILES + math.ceil(tiles / shares) + meeting)
 
     return min(range(1, len(at_once) + 1), key=cost)
 
