@@ -66,6 +66,8 @@ def effective_config(
         values["numerics.output_projection"] = "bf16" if exact else "fp8"
     if numerics.index_scores == "auto":
         values["numerics.index_scores"] = "reference" if on_cpu else "final"
+    if numerics.dense_copies == "auto" and (on_cpu or numerics.batch_invariant):
+        values["numerics.dense_copies"] = "off"
     shards = config.parallel.engram > 1
     if config.parallel.engram_rows == "auto" and (on_cpu or shards):
         values["parallel.engram_rows"] = "shards" if shards else "device"
