@@ -12,7 +12,7 @@ from deepinfer.bench.evalreport import EvalRecord, last_run, summary, verdicts
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "eval-demo.jsonl"
 
-MISSED = {"mean accepted length, natural"}
+MISSED: set[str] = set()
 
 
 @pytest.fixture(scope="module")

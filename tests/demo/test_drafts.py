@@ -107,3 +107,34 @@ def test_gathered_rows_hold_what_a_draft_block_sees(
         assert row["taps"].shape == (len(ids) - 1, 3 * model.config.hidden_size)
     found = Continuations(rows, model.config.dspark_block_size)
     assert found.start == [len(prompt) - 1 - max(0, len(prompt) - 67), len(short) - 1]
+
+
+def test_blocks_begin_where_an_engine_begins_them() -> None:
+    """Every start alike, then one block behind the other; the mean counts blocks, not positions."""
+    from demo.tune import accepted_length, visits
+
+    accepted = np.array([2, 1, 6, 1, 3, 1, 1, 1])
+    every = sum(_walk(accepted, first) for first in range(6)) / 6
+    np.testing.assert_allclose(visits(accepted, 5), every)
+    assert accepted_length([accepted], 5) == pytest.approx((every * accepted).sum() / every.sum())
+
+
+def _walk(accepted: np.ndarray, position: int) -> np.ndarray:
+    found = np.zeros(len(accepted))
+    while position < len(accepted):
+        found[position] += 1
+        position += accepted[position]
+    return found
+
+
+def test_a_draft_teaches_as_far_as_it_is_reached() -> None:
+    """Behind a draft that is surely wrong, others count 0.3 of what they count behind a right one."""
+    from demo.tune import DECAY, reached_loss
+
+    teacher = torch.tensor([[[[20.0, 0], [20, 0]]]])
+    sides = {"right": 20.0, "wrong": -20.0}
+    for side, value in sides.items():
+        logits = torch.tensor([[[[value, 0], [0.0, 0]]]], requires_grad=True)
+        (gradient,) = torch.autograd.grad(reached_loss(logits, teacher), logits)
+        weight = DECAY * (1.0 if side == "right" else 0.3)
+        assert gradient[0, 0, 1, 0].item() == pytest.approx(-weight / (1 + weight) / 2, rel=1e-3)
