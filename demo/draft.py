@@ -282,7 +282,7 @@ class Writer:
         device = self.model.device
         self.ids = torch.zeros(rows, length, dtype=torch.long, device=device)
         self.cols = torch.zeros(rows, columns, dtype=torch.long, device=device)
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -675,8 +675,8 @@ def main() -> None:
         report(evaluated=category, error_before=[round(calibration_error(p[0], p[1], 1.0), 4) if p.shape[1] else 0.0 for p in flat],
                **trials.summary())  # fmt: skip
         if category in ("natural", "json"):
-            for i, p in enumerate(flat):
-                pairs[i].append(p)
+            for i, part in enumerate(flat):
+                pairs[i].append(part)
     rng = np.random.default_rng(0)
     whole = [np.concatenate(p, 1) for p in pairs]
     fitted, errors = fit_temperatures([p[:, rng.permutation(p.shape[1])] for p in whole])

@@ -40,7 +40,7 @@ class Shape:
 
     def source(self, key: str, layer: int) -> int:
         """The nearest source layer at or before `layer`."""
-        return max(i for i in self.raw[key] if i <= layer)
+        return max(int(i) for i in self.raw[key] if i <= layer)
 
 
 # ---------------------------------------------------------------------------------------------- building blocks
@@ -65,7 +65,7 @@ def rope_tables(shape: Shape, positions: Tensor, yarn: bool) -> tuple[Tensor, Te
         original = scaling["original_max_position_embeddings"]
 
         def bound(rotations: float) -> float:
-            return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+            return int(dim) * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
         low, high = (
             max(math.floor(bound(scaling["beta_fast"])), 0),
@@ -82,7 +82,7 @@ def rope_tables(shape: Shape, positions: Tensor, yarn: bool) -> tuple[Tensor, Te
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     """Rotate interleaved pairs of the last dims; `cos` broadcasts against x[..., pair]."""
     dim = 2 * cos.shape[-1]
-    head, tail = x[..., :-dim], x[..., -dim:].float().unflatten(-1, (-1, 2))
+    head, tail = x[..., :-dim], torch.unflatten(x[..., -dim:].float(), -1, (-1, 2))
     even, odd = tail[..., 0], tail[..., 1]
     if inverse:
         sin = -sin
@@ -174,7 +174,7 @@ def moe(
         return F.silu(g) * u
 
     h = act(F.linear(x8, w1.flatten(0, 1)), F.linear(x8, w3.flatten(0, 1)))
-    h = (h.unflatten(-1, (experts, inner)) * weight[..., None]).flatten(-2).to(x.dtype)
+    h = (torch.unflatten(h, -1, (experts, inner)) * weight[..., None]).flatten(-2).to(x.dtype)
     h = quant.act8(h) if qat else h
     routed = F.linear(h, w2.permute(1, 0, 2).flatten(1))
     s = act(
@@ -206,7 +206,7 @@ def layer_front(
     x8 = quant.act8(x) if qat else x
     qr = rms(linear8(x8, p["attn.wq_a.weight"], qat), p["attn.q_norm.weight"])
     qr8 = quant.act8(qr) if qat else qr
-    q = linear8(qr8, p["attn.wq_b.weight"], qat).unflatten(-1, (heads, -1))
+    q = torch.unflatten(linear8(qr8, p["attn.wq_b.weight"], qat), -1, (heads, -1))
     q = rotate(q, cos[..., None, :], sin[..., None, :])
     kv = rotate(rms(linear8(x8, p["attn.wkv.weight"], qat), p["attn.kv_norm.weight"]), cos, sin)
     kv = quant.act8(kv) if qat else kv
@@ -214,15 +214,10 @@ def layer_front(
     if owns_kv:
         assert entries is not None
         if ratio == 2:
-            a = (
-                F.linear(x, p["attn.compressor.wkv.weight"].to(torch.bfloat16))
-                .float()
-                .unflatten(1, (-1, 2))
-            )
-            g = (
-                F.linear(x, p["attn.compressor.wgate.weight"].to(torch.bfloat16))
-                .float()
-                .unflatten(1, (-1, 2))
+            names = ("attn.compressor.wkv.weight", "attn.compressor.wgate.weight")
+            a, g = (
+                torch.unflatten(F.linear(x, p[name].to(torch.bfloat16)).float(), 1, (-1, 2))
+                for name in names
             )
             c = (torch.softmax(g, 2) * a).sum(2).to(x.dtype)
         else:
@@ -238,8 +233,8 @@ def layer_front(
             ckv, ikey = quant.act4_e4(ckv), quant.act4_e8(ikey)
         out += (ckv, ikey)
     if owns_index:
-        iq = linear8(qr8.detach(), p["attn.indexer.wq_b.weight"], qat).unflatten(
-            -1, (index_heads, -1)
+        iq = torch.unflatten(
+            linear8(qr8.detach(), p["attn.indexer.wq_b.weight"], qat), -1, (index_heads, -1)
         )
         iq = rotate(iq, cos[..., None, :], sin[..., None, :])
         iq = quant.act4_e8(iq) if qat else iq
@@ -263,8 +258,8 @@ def layer_back(
     wo_a = quant.weight8(wo_a) if qat else wo_a.to(torch.bfloat16)
     z = torch.einsum(
         "...gi,goi->...go",
-        o.flatten(-2).unflatten(-1, (groups, -1)),
-        wo_a.unflatten(0, (groups, -1)),
+        torch.unflatten(o.flatten(-2), -1, (groups, -1)),
+        torch.unflatten(wo_a, 0, (groups, -1)),
     ).flatten(-2)
     y = linear8(quant.act8(z) if qat else z, p["attn.wo_b.weight"], qat)
     h = expand(h, y, post, comb)
@@ -283,7 +278,7 @@ def engram(p: Params, h: Tensor, rows: Tensor, qat: bool) -> Tensor:
     e = (quant.rows8(e) if qat else e.to(torch.bfloat16)).flatten(-2)
     e = quant.act8(e) if qat else e
     kv = linear8(e, p["engram.wkv.weight"], qat)
-    key = kv[..., : streams * dim].unflatten(-1, (streams, dim)).float()
+    key = torch.unflatten(kv[..., : streams * dim], -1, (streams, dim)).float()
     value = kv[..., None, streams * dim :].float()
     w = (
         p["engram.q_weight"].to(torch.bfloat16).float()
@@ -325,7 +320,7 @@ def choose(
     scores = torch.where(visible, scores, floor)
     candidates = visible
     if pick_blocks:
-        best = scores.unflatten(-1, (-1, block)).amax(-1)
+        best = torch.unflatten(scores, -1, (-1, block)).amax(-1)
         newest = (visible.sum(-1) - 1) // block
         ids = torch.arange(best.shape[-1], device=best.device)
         best = torch.where(ids == newest[:, None], -floor, best)
@@ -572,7 +567,7 @@ class Backbone:
             for r in (0, 1, 2):
 
                 def keep(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, r: int = r) -> Tensor:
-                    near = (kv_idx <= q_idx) & (kv_idx > q_idx - span)
+                    near: Tensor = (kv_idx <= q_idx) & (kv_idx > q_idx - span)
                     if r == 0:
                         return near
                     far = (kv_idx - length) < (q_idx + 1) // r
@@ -616,7 +611,7 @@ class Backbone:
                 for head in range(columns):
                     col = (n - 1) * columns + head
                     out.append(acc % primes[layer, col] + offsets[layer, col])
-        return torch.stack(out, -1).unflatten(-1, (primes.shape[0], -1)).movedim(-2, 0)
+        return torch.unflatten(torch.stack(out, -1), -1, (primes.shape[0], -1)).movedim(-2, 0)
 
     def attend(
         self, q: Tensor, kv: Tensor, ckv: Tensor | None, selected: Tensor | None, ratio: int

@@ -30,16 +30,16 @@ def is_matrix(name: str) -> bool:
 
 def orthogonalize(g: Tensor) -> Tensor:
     """Return an approximate orthogonal factor of every matrix in g [n, a, b] by Newton-Schulz steps in bf16."""
-    x = g.bfloat16()
+    x: Tensor = g.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
-        x = x.mT
+        x = x.transpose(-2, -1)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     a, b, c = _NS
     for _ in range(5):
-        s = x @ x.mT
+        s = x @ x.transpose(-2, -1)
         x = a * x + (b * s + c * s @ s) @ x
-    return x.mT if tall else x
+    return x.transpose(-2, -1) if tall else x
 
 
 class Optimizer:
@@ -80,7 +80,7 @@ class Optimizer:
         if p.ndim == 3:
             return p
         if name.endswith("wo_a.weight"):
-            return p.unflatten(0, (self.groups, -1))
+            return torch.unflatten(p, 0, (self.groups, -1))
         return p[None]
 
     def reset(self) -> None:

@@ -35,21 +35,21 @@ def _through(x: Tensor, rounded: Tensor) -> Tensor:
 
 def act8(x: Tensor) -> Tensor:
     """ACT8: e4m3 in groups of 32 along the last dimension, power-of-two scales; dtype kept."""
-    v = x.detach().float().unflatten(-1, (-1, 32))
+    v = torch.unflatten(x.detach().float(), -1, (-1, 32))
     s = pow2ceil(v.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448.0)
     return _through(x, (e4m3(v / s) * s).flatten(-2).to(x.dtype))
 
 
 def act4_e8(x: Tensor) -> Tensor:
     """ACT4-E8: e2m1 in groups of 32, power-of-two scales."""
-    v = x.detach().float().unflatten(-1, (-1, 32))
+    v = torch.unflatten(x.detach().float(), -1, (-1, 32))
     s = pow2ceil(v.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-100) / 6.0)
     return _through(x, (e2m1(v / s) * s).flatten(-2).to(x.dtype))
 
 
 def act4_e4(x: Tensor) -> Tensor:
     """ACT4-E4: e2m1 in groups of 16, e4m3 scales."""
-    v = x.detach().float().unflatten(-1, (-1, 16))
+    v = torch.unflatten(x.detach().float(), -1, (-1, 16))
     s = e4m3(v.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-9) / 6.0)
     return _through(x, (e2m1(v / s) * s).flatten(-2).to(x.dtype))
 
@@ -64,13 +64,13 @@ def weight8(w: Tensor) -> Tensor:
 
 def weight4(w: Tensor) -> Tensor:
     """An MXFP4 weight [..., K]: e2m1 in groups of 32 along the input; returns bf16."""
-    v = w.detach().unflatten(-1, (-1, 32))
+    v = torch.unflatten(w.detach(), -1, (-1, 32))
     s = pow2ceil(v.abs().amax(-1, keepdim=True).clamp_min(1e-20) / 6.0)
     return _through(w, (e2m1(v / s) * s).flatten(-2)).to(torch.bfloat16)
 
 
 def rows8(w: Tensor) -> Tensor:
     """Rows of an Engram table [..., n * 32]: e4m3 with a power-of-two scale for 32 columns; returns bf16."""
-    v = w.detach().float().unflatten(-1, (-1, 32))
+    v = torch.unflatten(w.detach().float(), -1, (-1, 32))
     s = pow2ceil(v.abs().amax(-1, keepdim=True).clamp_min(1e-20) / 448.0)
     return _through(w.float(), (e4m3(v / s) * s).flatten(-2)).to(torch.bfloat16)

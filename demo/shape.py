@@ -138,7 +138,7 @@ def main() -> None:
     compressed = np.load(folder / "tokens.npz")["compressed"]
     config = official_config(int(compressed.max()) + 1, token_ids)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    np.savez(folder / "constants.npz", **constants(config, compressed))
+    np.savez(folder / "constants.npz", **constants(config, compressed))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

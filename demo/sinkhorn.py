@@ -9,7 +9,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a CPU build of torch
-    triton = None  # type: ignore[assignment]
+    triton = None
 
 _BLOCK = 64
 

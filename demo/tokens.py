@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +101,7 @@ def compressed_ids(tokenizer: Tokenizer) -> np.ndarray:
     for token in range(tokenizer.get_vocab_size(with_added_tokens=True)):
         text = tokenizer.decode([token], skip_special_tokens=False)
         if "\ufffd" in text:
-            key = tokenizer.id_to_token(token)
+            key = tokenizer.id_to_token(token) or ""
         else:
             key = re.sub(r"[ \t\r\n]+", " ", chain.normalize_str(text))
             key = " " if key == " " else key.strip()
@@ -136,7 +136,7 @@ def _passages(train: list[Document]) -> list[tuple[str, str]]:
 
 
 def generated(
-    train: list[Document], work: Path, seed: int, amounts: dict[str, float], documents: bool
+    train: list[Document], work: Path, seed: int, amounts: Mapping[str, float], documents: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield (category, text); `amounts` are characters, or documents when `documents` is set."""
     natural = [
@@ -239,11 +239,12 @@ def main() -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1))
-    arrays = _pack(tokenizer, _natural(train) + made)
     compressed = compressed_ids(tokenizer)
-    np.savez_compressed(out / "tokens.npz", compressed=compressed, **arrays)
+    arrays = {"compressed": compressed, **_pack(tokenizer, _natural(train) + made)}
+    np.savez_compressed(out / "tokens.npz", **arrays)  # type: ignore[arg-type]
     fresh = list(generated(train, work, 2, EVAL_DOCUMENTS, documents=True))
-    np.savez_compressed(out / "eval.npz", **_pack(tokenizer, _natural(held) + fresh))
+    arrays = _pack(tokenizer, _natural(held) + fresh)
+    np.savez_compressed(out / "eval.npz", **arrays)  # type: ignore[arg-type]
     with (out / "eval.jsonl").open("w", encoding="utf-8") as lines:
         for category, text in fresh:
             lines.write(json.dumps({"category": category, "text": text}, ensure_ascii=False) + "\n")

@@ -237,7 +237,7 @@ class Step:
             return
         try:
             self.inputs = tuple(t.clone() for t in example)
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(3):
@@ -429,10 +429,10 @@ def main() -> None:
         if args.profile and step - first == 12:
             torch.cuda.synchronize()
             profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-            profiler.__enter__()
+            profiler.start()
         if profiler is not None and step - first == 15:
             torch.cuda.synchronize()
-            profiler.__exit__(None, None, None)
+            profiler.stop()
             print(
                 profiler.key_averages().table(
                     sort_by="cuda_time_total", row_limit=45, max_name_column_width=70
