@@ -7,6 +7,7 @@ its own: `python tests/kernels/triton_run.py run` or `compile ARCH...`. Prints a
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib import import_module
 
@@ -445,6 +446,7 @@ def compile_all(archs: list[int]) -> list[str]:
                 signature[name] = "i32" if isinstance(value, int) else "fp32"
         signature = {name: signature[name] for name in names}
         key = str((kernel.fn.__module__, kernel.fn.__name__, signature, constants))
+        early = tiles.takes_turn(kernel)
         if key in seen:
             return
         seen.add(key)
@@ -452,8 +454,13 @@ def compile_all(archs: list[int]) -> list[str]:
         for arch in archs:
             try:
                 target = GPUTarget("cuda", arch, 32)
-                made = triton.compile(source, target=target, options={"num_warps": warps})
+                options = {"num_warps": warps, "launch_pdl": early and arch >= 90}
+                made = triton.compile(source, target=target, options=options)
                 assert made.asm["cubin"], "no binary"
+                if options["launch_pdl"]:
+                    waited = made.asm["ptx"].index("griddepcontrol.wait")
+                    touched = re.search(r"\b(ld|st|atom|red|cp)\.\S*global", made.asm["ptx"])
+                    assert touched is None or waited < touched.start(), "memory before its turn"
             except Exception as error:
                 failures.append(f"{key} for sm_{arch}: {str(error)[-300:]}")
 

@@ -6,11 +6,13 @@ whether or not it has the type, and gives the reference's bits. Divisions are co
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language import core
 
 __all__ = [
     "act4_e4_scale",
@@ -25,19 +27,74 @@ __all__ = [
     "e4m3_code",
     "e4m3_round",
     "e4m3_value",
+    "in_turn",
     "launch",
     "narrow",
     "next_power",
     "pow2_inverse",
     "runs_on_bf16",
     "sigmoid",
+    "takes_turn",
     "ue8m0_value",
 ]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
-    """Run a kernel over a grid. The one way in: the tests put a compiler in its place."""
+    """Run a kernel over a grid. The one way in: the tests put a compiler in its place.
+
+    A kernel that calls `in_turn` itself may begin while the one before it ends, where the card can.
+    """
+    if takes_turn(kernel) and _begins_early():
+        constants["launch_pdl"] = True
     kernel[grid](*arguments, **constants)
+
+
+def takes_turn(kernel: Any) -> bool:
+    """Whether a kernel's own body calls `in_turn`."""
+    return "in_turn" in kernel.fn.__code__.co_names
+
+
+def _begins_early() -> bool:
+    new = _new_cards()
+    return bool(new) and new[torch.cuda.current_device()]
+
+
+@cache
+def _new_cards() -> tuple[bool, ...]:
+    """Whether each card lets a kernel begin before the one ahead of it has ended."""
+    if triton.knobs.runtime.interpret or torch.version.hip or not torch.cuda.is_available():
+        return ()
+    cards = range(torch.cuda.device_count())
+    return tuple(torch.cuda.get_device_capability(card) >= (9, 0) for card in cards)
+
+
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def in_turn():
+        """Nothing: one kernel runs at a time."""
+
+else:
+
+    @core.extern
+    def in_turn(_semantic=None):
+        """Wait for what the kernels before this one wrote and read, and let the next one begin.
+
+        The first statement of a kernel: what is before it must touch nothing that another kernel
+        writes. Compiles to nothing unless the launch is one that begins early. Kernels that
+        begin early must all wait, since the end of one only tells of the end of all before it then.
+        """
+        if getattr(_semantic.builder.options, "launch_pdl", False):
+            for instruction in ("wait", "launch_dependents"):
+                core.inline_asm_elementwise(
+                    f"griddepcontrol.{instruction}; // $0",
+                    "=r",
+                    [],
+                    dtype=core.int32,
+                    is_pure=False,
+                    pack=1,
+                    _semantic=_semantic,
+                )
 
 
 def runs_on_bf16(dtype: torch.dtype) -> bool:
