@@ -4,7 +4,8 @@ What is compared: decode steps of `bench decode` and `bench slice`, and steps of
 where ranks share the experts over `symm`. Times are the device's stated ones, or fitted
 (`simfit.py`) to steps of the same kind; then a step that times were fitted to is told apart from a
 predicted one. Where a shared step's kind has no fit, it is the measured slice of its run, in which
-nothing travels, and the exchange of every layer.
+nothing travels, and the exchange of every layer; one card with all experts is the slice and what
+the experts take longer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,16 @@ from typing import Final
 
 import numpy as np
 
-from deepinfer.bench.simfit import Kind, drawn_experts, fitted_times, is_decode, kind_of
+from deepinfer.bench.simfit import (
+    Kind,
+    drawn_experts,
+    fitted_times,
+    is_decode,
+    kind_of,
+    scanned_keys,
+)
 from deepinfer.bench.steps import StepRecord, read_step
+from deepinfer.config.load import released_config
 from deepinfer.config.mesh import num_slots
 from deepinfer.errors import ConfigError
 from deepinfer.sim.times import Times
@@ -145,44 +154,65 @@ def _of_scaling(entry: dict[str, object]) -> Measured:
 
 
 def compare_steps(
-    times: Times, steps: Sequence[Measured], fit: Sequence[StepRecord] | None = None
+    times: Times,
+    steps: Sequence[Measured],
+    fit: Sequence[StepRecord] | None = None,
+    each: bool = False,
 ) -> list[Compared]:
     """Predict every measured step: depth x (dense + experts of even rows + exchange) + the ends.
 
-    fit  steps that the times of each kind are fitted to; None takes `times` as they are
+    fit   steps that the times of each kind are fitted to; None takes `times` as they are
+    each  leave steps of a step's own shape out of what it is predicted from
     """
     found = []
-    kinds: dict[Kind, Times | None] = {}
+    known: dict[tuple[object, ...], Times | None] = {}
     for step in steps:
-        known: Times | None = times
+        own: Times | None = times
         if fit is not None:
-            if step.kind not in kinds:
-                try:
-                    kinds[step.kind] = fitted_times(times, fit, step.kind)[0]
-                except ConfigError:
-                    kinds[step.kind] = None
-            known = kinds[step.kind]
-        told = None if known is None else _told(known, step)
-        slice_us = _slice_of(step, steps)
-        if slice_us is not None and (known is None or fit is None):
-            told = slice_us + (step.depth * _exchange(times, step) if step.ranks > 1 else 0.0)
-        was_fitted = fit is not None and step.record is not None and bool(step.record.ops)
-        was_fitted = was_fitted and step.record in (fit or ())
-        was_fitted = (was_fitted and told is not None) or told == slice_us == step.step_us
-        found.append(Compared(measured=step, told_us=told, fitted=was_fitted))
+            key = (step.kind, _shape(step) if each else None)
+            if key not in known:
+                rest = [r for r in fit if not each or _shape(_of_record(r)) != _shape(step)]
+                known[key] = _fitted_or_none(times, rest, step.kind)
+            own = known[key]
+        told = None if own is None else _told(own, step)
+        beside = _slice_of(step, steps)
+        if beside is not None and (own is None or fit is None):
+            told = beside.step_us + step.depth * (_experts(times, step) - _experts(times, beside))
+            told += step.depth * _exchange(times, step) if step.ranks > 1 else 0.0
+        was_fitted = not each and fit is not None and bool(step.record and step.record.ops)
+        was_fitted = was_fitted and step.record in (fit or ()) and told is not None
+        found.append(Compared(measured=step, told_us=told, fitted=was_fitted or beside is step))
     return found
 
 
-def _slice_of(step: Measured, steps: Sequence[Measured]) -> float | None:
-    """Return the time of the slice that stands beside a step of `bench.scaling`."""
-    if step.record is not None or step.label == "whole":
+def _fitted_or_none(times: Times, fit: Sequence[StepRecord], kind: Kind) -> Times | None:
+    try:
+        return fitted_times(times, fit, kind)[0]
+    except ConfigError:
         return None
-    shape = (step.depth, step.held, step.sequences, step.rows, step.context)
+
+
+def _shape(step: Measured) -> tuple[int, ...]:
+    return (step.depth, step.held, step.sequences, step.rows, step.context)
+
+
+def _slice_of(step: Measured, steps: Sequence[Measured]) -> Measured | None:
+    """Return the slice that stands beside a step of `bench.scaling`."""
+    if step.record is not None:
+        return None
+    load = (step.depth, step.sequences, step.rows, step.context)
     for other in steps:
         if other.label == "slice" and other.record is None:
-            if (other.depth, other.held, other.sequences, other.rows, other.context) == shape:
-                return other.step_us
+            if (other.depth, other.sequences, other.rows, other.context) == load:
+                return other
     return None
+
+
+def _experts(times: Times, step: Measured) -> float:
+    """Return the time of one layer's experts, rows even."""
+    return float(
+        times.experts(drawn_experts(step.held, step.sequences * step.rows * _ACTIVE)).mean()
+    )
 
 
 def _exchange(times: Times, step: Measured) -> float:
@@ -194,15 +224,16 @@ def _exchange(times: Times, step: Measured) -> float:
 
 def _told(times: Times, step: Measured) -> float:
     rows = step.sequences * step.rows
-    drawn = drawn_experts(step.held, rows * _ACTIVE)
-    layer = times.decode_layer(np.array([rows]), np.array([rows * step.context]))[0]
-    layer += times.experts(drawn).mean()
+    layer = times.decode_layer(np.array([rows]), np.zeros(1))[0]
+    layer += _experts(times, step)
     if step.ranks > 1:
         layer += _exchange(times, step)
     ends = times.curves["head"](rows) + times.curves["sampler"](rows)
     if step.kind[2]:
         ends = ends + times.curves["draft"](step.sequences)
-    return float(step.depth * layer + ends)
+    scanned = scanned_keys(released_config(), step.depth, rows, step.context)
+    index = scanned * (times.index_ps[0] + times.index_ps[2]) * 1e-6
+    return float(step.depth * layer + index + ends)
 
 
 def spelled(found: Sequence[Compared]) -> str:

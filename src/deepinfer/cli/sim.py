@@ -62,7 +62,7 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         "`python -m deepinfer.bench.scaling` measured, from stated times, from kernels measured on "
         "the same card or from other steps.",
     )
-    check.add_argument("file", metavar="FILE", help="records of steps")
+    check.add_argument("files", metavar="FILE", nargs="+", help="records of steps")
     check.add_argument("--device", default="h200", help="times: a packaged name or a file (h200)")
     for form in (one, check):
         form.add_argument(
@@ -87,6 +87,11 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         help="fit nothing to steps of so many sequences, repeatable: they are predicted",
+    )
+    check.add_argument(
+        "--each",
+        action="store_true",
+        help="predict every step from those of its kind that have another size, of --fit or FILE",
     )
     check.set_defaults(func=run)
     for form in (one, study):
@@ -116,12 +121,15 @@ def run(args: argparse.Namespace) -> int:
         from deepinfer.bench.simcheck import compare_steps, read_measured, read_steps
         from deepinfer.bench.simcheck import spelled as table
 
-        steps = read_measured(Path(args.file).expanduser())
+        files = [Path(file).expanduser() for file in args.files]
+        steps = [step for file in files for step in read_measured(file)]
         times = _times(args.device, args.kernels, None, args.exchange)
-        fit = None if args.fit is None else read_steps(Path(args.fit).expanduser())
-        if fit is not None:
-            fit = [record for record in fit if record.sequences not in args.hold]
-        print(table(compare_steps(times, steps, fit)))
+        if args.fit is not None:
+            files = [Path(args.fit).expanduser()]
+        fit = None
+        if args.fit is not None or args.each:
+            fit = [r for file in files for r in read_steps(file) if r.sequences not in args.hold]
+        print(table(compare_steps(times, steps, fit, args.each)))
         return 0
     try:
         file = None if args.config is None else Path(args.config).expanduser()
