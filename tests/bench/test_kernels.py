@@ -19,7 +19,8 @@ from deepinfer.cli.main import main
 from deepinfer.errors import UnsupportedError
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import all_cases
-from deepinfer.kernels.linear import Fp8Weight
+from deepinfer.kernels.hyper_site import SiteWeights
+from deepinfer.kernels.linear import DenseWeight, Fp8Weight
 from deepinfer.kernels.table import TABLE
 
 CPU = torch.device("cpu")
@@ -48,6 +49,18 @@ def test_every_large_case_names_its_row_counts() -> None:
     for goal in GOALS:
         if goal.name != "hyper site":  # joins with its op
             assert tasks >= set(goal.tasks), goal
+
+
+def test_a_task_of_a_goal_is_one_case_of_an_op() -> None:
+    tasks = {task for goal in GOALS for task in goal.tasks if task != "attention decode"}
+    cases: dict[str, set[tuple[str, str]]] = {}
+    for member in list_members("real", "sm90"):
+        if member.op and member.task in tasks:
+            cases.setdefault(member.task, set()).add((member.op, member.case))
+    found = {task: held for task, held in cases.items() if len(held) != 1}
+    assert set(found) == {"attention prefill"}  # entries in pages, or gathered before
+    rows = {(m.task, m.rows) for m in list_members("real", "sm90") if m.op}
+    assert {(task, goal.rows) for goal in GOALS for task in goal.tasks} <= rows
 
 
 def test_peers_are_for_cards_and_real_shapes_only() -> None:
@@ -112,8 +125,10 @@ def test_nan_is_an_error() -> None:
 def test_sets_are_copies_that_share_nothing_and_keep_their_views() -> None:
     cache = empty_cache("main_fp4", 3, 4, 64, dense=False, split=True)
     pair = torch.arange(8.0).view(2, 4)
-    copied = clone_set((cache, (pair, pair[:, 1:3]), 5, None))
-    twin, (whole, part), five, nothing = copied  # type: ignore[misc]
+    named = SiteWeights(DenseWeight(pair, None), pair, pair, pair)
+    copied = clone_set((cache, (pair, pair[:, 1:3]), 5, None, named))
+    twin, (whole, part), five, nothing, again = copied  # type: ignore[misc]
+    assert isinstance(again, SiteWeights) and again.norm.data_ptr() != pair.data_ptr()
     assert five == 5 and nothing is None
     assert twin.codes.stride() == cache.codes.stride()  # type: ignore[attr-defined]
     storage = twin.codes.untyped_storage().data_ptr()  # type: ignore[attr-defined]

@@ -31,7 +31,9 @@ _TASKS: Final = (  # op pattern, case pattern, task
     (r"attention", r"real.*prefill", "attention prefill"),
     (r"expert_linear", r"real (gate and up|down)", r"experts \1"),
     (r"expert", r"real", "experts both"),
-    (r"index", r"real", "index scores"),
+    (r"paged_index", r"real$", "index scores"),
+    (r"paged_index", r"real, candidates", "index scores, candidates"),
+    (r"index_score", r"real", "index scores, shared keys"),
     (r"select_topk", r"real", "top-512"),
     (r"hyper_site", r"real", "hyper site"),
     (r"fp8_linear", r"real (.*)", r"dense \1"),
@@ -275,7 +277,8 @@ def clone_set(arguments: Arguments) -> Arguments:
             blank = torch.empty(0, dtype=value.dtype, device=value.device)
             return blank.set_(made, value.storage_offset(), value.shape, value.stride())
         if isinstance(value, (tuple, list)):
-            return type(value)(copy(part) for part in value)
+            parts = [copy(part) for part in value]
+            return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {f.name: copy(getattr(value, f.name)) for f in dataclasses.fields(value)}
             return type(value)(**fields)

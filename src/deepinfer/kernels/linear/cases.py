@@ -15,12 +15,20 @@ _TOKENS: Final = (1, 32, 192, 384, 4096)
 """Rows of the dense linears: one stream, decode steps, a prefill chunk."""
 
 
-def fp8_weight(generator: torch.Generator, rows: int, columns: int, copied: bool) -> Fp8Weight:
-    """Draw an FP8 weight of about unit gain, with or without its fp32 copy."""
+def fp8_weight(
+    generator: torch.Generator, rows: int, columns: int, copied: bool, group: int = 32
+) -> Fp8Weight:
+    """Draw an FP8 weight of about unit gain, with or without its fp32 copy.
+
+    group  scales are equal over blocks of so many rows and columns, a multiple of 32
+    """
     codes = normal(generator, rows, columns, scale=64.0).to(torch.float8_e4m3fn)
     middle = 121 - columns.bit_length() // 2
     shape = (-(-rows // 32), columns // 32)
     scale = torch.randint(middle - 2, middle + 3, shape, generator=generator, dtype=torch.uint8)
+    if group > 32:
+        first = [torch.arange(n) // (group // 32) * (group // 32) for n in shape]
+        scale = scale[first[0]][:, first[1]].contiguous()
     weight = Fp8Weight(codes, scale, None)
     return Fp8Weight(codes, scale, weight.dequantize()) if copied else weight
 
@@ -33,9 +41,10 @@ def _fp8(
     quantize: bool = True,
     copied: bool = True,
     large: bool = False,
+    group: int = 32,
 ) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
-        weight = fp8_weight(generator, rows, columns, copied)
+        weight = fp8_weight(generator, rows, columns, copied, group)
         return normal(generator, num_rows, columns, dtype=dtype), weight, quantize
 
     return Case(
@@ -96,17 +105,18 @@ CASES: Final = (
     _fp8("input as it is", 64, 64, quantize=False),
     _fp8("strict", 96, 128, torch.float32, quantize=False),
     _fp8("long inputs", 64, 1088),
-    _fp8("real wq_a and wkv", 1792, 5120, copied=False, large=True),
-    _fp8("real wq_b", 32768, 1280, copied=False, large=True),
-    _fp8("real wo_b", 5120, 8192, copied=False, large=True),
-    _fp8("real shared gate and up", 4608, 5120, copied=False, large=True),
-    _fp8("real shared down", 5120, 2304, copied=False, large=True),
+    _fp8("real wq_a and wkv", 1792, 5120, quantize=False, copied=False, large=True),
+    _fp8("real wq_b", 32768, 1280, quantize=False, copied=False, large=True),
+    _fp8("real wo_b", 5120, 8192, quantize=False, copied=False, large=True),
+    _fp8("real shared gate and up", 4608, 5120, quantize=False, copied=False, large=True),
+    _fp8("real shared down", 5120, 2304, quantize=False, copied=False, large=True),
+    _fp8("shared down, scales of 128", 5120, 2304, copied=False, large=True, group=128),
     _dense("head", 288, 64, torch.bfloat16, torch.float32),
     _dense("one output", 1, 80, torch.bfloat16, torch.float32),
     _dense("keys", 128, 512, torch.bfloat16, torch.bfloat16),
     _dense("strict", 24, 256, torch.float32, torch.float32),
     _grouped("bf16 projection", 2, 32, 1024, False),
     _grouped("fp8 projection", 3, 32, 256, True),
-    _grouped("real wo_a", 8, 1024, 4096, True, large=True),
+    _grouped("real wo_a", 8, 1024, 4096, False, large=True),
     _dense("real head", 129280, 5120, torch.bfloat16, torch.float32, timed=(32, 192)),
 )
