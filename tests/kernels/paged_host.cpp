@@ -3,7 +3,7 @@
 
 namespace {
 
-template <int SHARES>
+template <int SHARES, bool CUT = false>
 void run(const CUtensorMap& map, const CUtensorMap& out_map, const Params& p, int grid) {
   for (int first = 0; first < grid; first += SHARES) {  // a cluster at a time
     host::barriers.clear();
@@ -13,7 +13,7 @@ void run(const CUtensorMap& map, const CUtensorMap& out_map, const Params& p, in
       const int rank = static_cast<int>(&host::block() - host::blocks.data());
       host::block().id.x = first + rank;
       host::grid_size.x = grid;
-      walk<SHARES>(&map, &out_map, p, 0);
+      walk<SHARES, CUT>(&map, &out_map, p, 0);
       if (SHARES > 1) {
         cluster_sync();
         combine<SHARES>(p, 0, rank, first / SHARES);
@@ -31,13 +31,25 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
                                long long main_entries, long long main_block, long long shares,
                                double scale, long long processors) {
   const CUtensorMap map{static_cast<const uint16_t*>(q)}, to{static_cast<const uint16_t*>(out)};
+  std::vector<float> parts(processors * PART + 4);
+  std::vector<uint32_t> flags(processors * PASSED);
   const Params p = params(window, window_idx, main, main_idx, sink, out, rows, window_slots,
-                          main_slots, window_entries, window_block, main_entries, main_block, scale);
+                          main_slots, window_entries, window_block, main_entries, main_block, scale,
+                          shares ? nullptr : parts.data(), flags.data());
+  if (shares == 0) run<1, true>(map, to, p, processors);
   if (shares == 1) run<1>(map, to, p, rows < processors ? rows : processors);
   if (shares == 2) run<2>(map, to, p, 2 * rows);
   if (shares == 3) run<3>(map, to, p, 3 * rows);
   if (shares == 4) run<4>(map, to, p, 4 * rows);
+  for (uint32_t flag : flags)
+    if (flag) return 1;
   return 0;
+}
+
+// Floats and flags of what a block passes on.
+extern "C" void passed_sizes(int* to) {
+  to[0] = PART;
+  to[1] = PASSED;
 }
 
 // Every code with every scale byte, as bf16 bits: [256 scales][16 codes] and [256 scales][256 codes].

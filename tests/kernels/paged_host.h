@@ -116,6 +116,23 @@ inline void store_box(const CUtensorMap* map, int column, int row, uint32_t from
                   host::at(from + r * 128 + ((piece ^ r % 8) << 4)), 16);
 }
 inline void stores_read() {}
+inline void store_passed(float* to, float4 x) { std::memcpy(to, &x, 16); }
+inline float4 load_passed(const float* from) {
+  float4 x;
+  std::memcpy(&x, from, 16);
+  return x;
+}
+inline void publish(uint32_t* flag, bool one) {
+  host::warp_wait();
+  if (one) *flag = 1;
+}
+inline void await(uint32_t* flag, bool one) {
+  if (one) {
+    while (!*flag) host::leave();
+    *flag = 0;
+  }
+  host::warp_wait();
+}
 inline unsigned long long __shfl_sync(uint32_t full, unsigned long long v, int lane) {
   const auto low = __shfl_sync(full, static_cast<uint32_t>(v), lane);
   return low | static_cast<unsigned long long>(
@@ -141,7 +158,6 @@ inline float loadf(uint32_t at) { return __uint_as_float(load32(at)); }
 inline void store32(uint32_t at, uint32_t x) { std::memcpy(host::at(at), &x, 4); }
 inline void store8(uint32_t at, uint32_t x) { *host::at(at) = static_cast<unsigned char>(x); }
 inline void storef(uint32_t at, float x) { store32(at, __float_as_uint(x)); }
-inline void storef2(uint32_t at, float x, float y) { storef(at, x), storef(at + 4, y); }
 inline void store128(uint32_t at, const uint32_t (&x)[4]) { std::memcpy(host::at(at), x, 16); }
 inline uint32_t product(uint32_t a, uint32_t b) {
   uint32_t r = 0;
@@ -193,6 +209,19 @@ inline float peer_float(uint32_t at) {
   std::memcpy(&x, shared.data() + (1024 - base % 1024) % 1024 + (at & 0xFFFFFF), 4);
   return x;
 }
-inline float4 peer_float4(uint32_t at) {
-  return {peer_float(at), peer_float(at + 4), peer_float(at + 8), peer_float(at + 12)};
+inline uint4 peer_words(uint32_t at) {
+  const auto word = [&](uint32_t i) { return __float_as_uint(peer_float(at + 4 * i)); };
+  return {word(0), word(1), word(2), word(3)};
+}
+inline float low16(uint32_t x) {
+  _Float16 h;
+  std::memcpy(&h, &x, 2);
+  return h;
+}
+inline float high16(uint32_t x) { return low16(x >> 16); }
+inline uint32_t pair16(float low, float high) {
+  const _Float16 h[2] = {static_cast<_Float16>(low), static_cast<_Float16>(high)};
+  uint32_t x;
+  std::memcpy(&x, h, 4);
+  return x;
 }

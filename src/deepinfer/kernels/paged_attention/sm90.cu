@@ -32,6 +32,7 @@ constexpr uint32_t K_FULL = MISC_AT + 24;
 constexpr uint32_t K_EMPTY = MISC_AT + 40;  // by buffer and half of its keys
 constexpr uint32_t VALID = MISC_AT + 80;  // by buffer and decoder, a byte each
 constexpr uint32_t FADE = MISC_AT + 512, INVERSE = MISC_AT + 1024;  // of two tiles, two rows
+constexpr uint32_t SHRINK = INVERSE;  // of shares, by group and row
 constexpr uint32_t PEAK = MISC_AT + 1536, TOTAL = MISC_AT + 1792;
 constexpr uint32_t SMEM = MISC_AT + 2048;
 static_assert(SMEM <= 232448, "shared memory");
@@ -48,7 +49,12 @@ struct Params {
     uint32_t window_inverse, main_inverse;  // 2^32 over them, rounded up
     int rows, window_slots, main_slots;
     float scale;  // of the scores, in base 2, with the 2^8
+    float* parts;     // what a CTA passes to the next one, or null
+    uint32_t* flags;  // PASSED for each CTA, 0 where nothing is passed
 };
+
+constexpr int PART = (ADDERS * 128 + SCORERS * 4) * 32;  // floats that a CTA passes
+constexpr int PASSED = ADDERS + SCORERS;                 // flags, of the warps that pass them
 
 __device__ alignas(16) uint8_t nothing[WINDOW_BYTES];  // what an absent entry reads
 
@@ -114,26 +120,65 @@ DEVICE void load_queries(const CUtensorMap* map, int row, uint32_t smem, int war
 // ---- the walk over a row's tiles -------------------------------------------------------------
 
 struct Walk {  // which tiles of which rows this CTA takes
-    int row, row_step, rows, rank, shares, window_tiles, tiles, count;
+    int row, row_step, rank, window_tiles, tiles, count, fulls;  // whole rows, or shares of rows
+    int head, tail, pieces, total;  // tiles of a row that the next CTA ends; first of a row that was begun
 };
 
-template <int SHARES>
+// With CUT the rows' tiles are cut into equal runs, one for each CTA. A row that two CTAs take is
+// begun by the first, before anything else, and ended by the second, after everything else: its sums
+// and maxima pass through memory, so that its bits are those of an uncut row.
+template <int SHARES, bool CUT>
 DEVICE Walk walk_of(const Params& p) {
     Walk w;
     w.rank = SHARES == 1 ? 0 : blockIdx.x % SHARES;
-    w.row = SHARES == 1 ? blockIdx.x : blockIdx.x / SHARES;
-    w.row_step = SHARES == 1 ? gridDim.x : p.rows;
-    w.rows = p.rows;
-    w.shares = SHARES;
     w.window_tiles = (p.window_slots + TILE - 1) / TILE;
     w.tiles = w.window_tiles + (p.main_slots + TILE - 1) / TILE;
-    int count = (w.tiles - w.rank + SHARES - 1) / SHARES;
+    const int count = (w.tiles - w.rank + SHARES - 1) / SHARES;
     w.count = count > 0 ? count : 1;  // of no tile, an empty one
+    w.head = w.tail = 0;
+    if (SHARES > 1) {
+        w.row = blockIdx.x / SHARES;
+        w.row_step = w.fulls = 1;
+    } else if (!CUT) {
+        w.row = blockIdx.x;
+        w.row_step = gridDim.x;
+        w.fulls = (p.rows - w.row + w.row_step - 1) / w.row_step;
+    } else {
+        const int begin = int((long long)blockIdx.x * p.rows * w.tiles / gridDim.x);
+        const int end = int((long long)(blockIdx.x + 1) * p.rows * w.tiles / gridDim.x);
+        w.row = (begin + w.tiles - 1) / w.tiles;
+        w.row_step = 1;
+        w.fulls = end / w.tiles - w.row;
+        w.head = end % w.tiles;
+        w.tail = begin % w.tiles;
+    }
+    w.pieces = (w.head > 0) + w.fulls + (w.tail > 0);
+    w.total = w.head + w.fulls * w.count + (w.tail ? w.tiles - w.tail : 0);
     return w;
 }
 
+struct Piece {  // tiles of a row, whose sums another CTA began or ends
+    int row, first, end;
+    bool begun, left;
+};
+
+template <bool CUT>
+DEVICE Piece piece_of(const Walk& w, int n) {
+    if (!CUT) return {w.row + n * w.row_step, 0, w.count, false, false};
+    if (w.head && n == 0) return {w.row + w.fulls, 0, w.head, false, true};
+    const int full = n - (w.head > 0);
+    if (full < w.fulls) return {w.row + full * w.row_step, 0, w.count, false, false};
+    return {w.row - 1, w.tail, w.tiles, true, false};
+}
+
+// Shares end with the window, of whose keys fewer are on their way at a time.
+template <int SHARES>
+DEVICE int tile_of(const Walk& w, int t) {
+    return SHARES == 1 ? t : w.rank + SHARES * (w.count - 1 - t);
+}
+
 DEVICE int entry_of(const Params& p, const Walk& w, int row, int tile, int key) {
-    if (row >= w.rows || tile >= w.tiles) return -1;
+    if (tile >= w.tiles) return -1;
     bool main = tile >= w.window_tiles;
     int slot = (main ? tile - w.window_tiles : tile) * TILE + key;
     int slots = main ? p.main_slots : p.window_slots;
@@ -154,12 +199,19 @@ DEVICE const uint8_t* address_of(const Params& p, bool main, int entry) {
     return p.window + block * p.window_block + offset * WINDOW_BYTES;
 }
 
-struct Place {  // a tile of a row
-    int row, t;
+struct Place {  // a tile of a piece
+    int n, row, t, end;
 };
 
-DEVICE Place after(const Walk& w, Place at) {
-    return at.t + 1 < w.count ? Place{at.row, at.t + 1} : Place{at.row + w.row_step, 0};
+template <bool CUT>
+DEVICE Place place_of(const Walk& w, int n) {
+    const Piece piece = piece_of<CUT>(w, n);
+    return {n, piece.row, piece.first, piece.end};
+}
+
+template <bool CUT>
+DEVICE Place after(const Walk& w, const Place& at) {
+    return at.t + 1 < at.end ? Place{at.n, at.row, at.t + 1, at.end} : place_of<CUT>(w, at.n + 1);
 }
 
 // What a lane holds of the entries to come, 16 dims of each key: four steps of main entries or two of
@@ -195,7 +247,7 @@ DEVICE void put_key(uint32_t at, const uint32_t (&low)[4], const uint32_t (&high
     store128(at ^ 16, high);
 }
 
-template <int SHARES>
+template <int SHARES, bool CUT>
 struct Decoder {
     const Params& p;
     const Walk& w;
@@ -251,10 +303,10 @@ struct Decoder {
         }
     }
 
-    DEVICE bool is_main(Place at) const { return w.rank + SHARES * at.t >= w.window_tiles; }
-    DEVICE int entry_at(Place at) const {  // of lane 2 i + j: key j of step i
+    DEVICE bool is_main(const Place& at) const { return tile_of<SHARES>(w, at.t) >= w.window_tiles; }
+    DEVICE int entry_at(const Place& at) const {  // of lane 2 i + j: key j of step i
         const int key = 2 * DECODERS * (lane / 2) + 2 * warp + lane % 2;
-        return lane < 2 * STEPS ? entry_of(p, w, at.row, w.rank + SHARES * at.t, key) : -1;
+        return lane < 2 * STEPS ? entry_of(p, w, at.row, tile_of<SHARES>(w, at.t), key) : -1;
     }
 
     DEVICE Decoder(const Params& p_, const Walk& w_, uint32_t smem_, int warp_, int lane_)
@@ -264,11 +316,15 @@ struct Decoder {
     }
 
     DEVICE void run() {
-        Place at{w.row, 0}, next = after(w, at);
-        int entry = entry_at(at), entry_next = entry_at(next);
-        if (at.row >= w.rows) return;
-        source = (unsigned long long)address_of(p, is_main(at), entry);
-        if (is_main(at)) {
+        if (!w.total) return;
+        Place at = place_of<CUT>(w, 0);
+        int entry = entry_at(at);
+        bool main = is_main(at);
+        at = after<CUT>(w, at);
+        int entry_next = w.total > 1 ? entry_at(at) : -1;
+        main_next = is_main(at);
+        source = (unsigned long long)address_of(p, main, entry);
+        if (main) {
             read_main<0>(ahead, source, lane);
             read_main<1>(ahead, source, lane);
             read_main<2>(ahead, source, lane);
@@ -278,16 +334,15 @@ struct Decoder {
             read_window<1>(ahead, source, lane);
         }
         uint32_t valid = __ballot_sync(~0u, entry >= 0);
-        for (uint32_t turn = 0; at.row < w.rows; turn++) {
+        for (int turn = 0; turn < w.total; turn++) {
             const uint32_t buffer = turn & 1, parity = turn >> 1 & 1 ^ 1;
             const uint32_t keys = place + buffer * KEYS, room = smem + K_EMPTY + buffer * 16;
-            main_next = is_main(next);
-            more = next.row < w.rows;
+            more = turn + 1 < w.total;
             source_next = (unsigned long long)address_of(p, main_next, entry_next);
             const uint32_t valid_next = __ballot_sync(~0u, entry_next >= 0);
-            const Place later = after(w, next);
-            entry_next = entry_at(later);
-            if (is_main(at)) {
+            at = after<CUT>(w, at);
+            entry_next = turn + 2 < w.total ? entry_at(at) : -1;
+            if (main) {
                 main_step<0>(keys, room, parity);
                 main_step<1>(keys, room, parity);
                 main_step<2>(keys, room, parity);
@@ -304,8 +359,8 @@ struct Decoder {
             if (lane == 0) arrive(smem + K_FULL + buffer * 8);
             valid = valid_next;
             source = source_next;
-            at = next;
-            next = later;
+            main = main_next;
+            main_next = is_main(at);
         }
     }
 };
@@ -314,18 +369,25 @@ constexpr float LAZY = 8.0f;  // a maximum is raised only when weights would pas
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // A thread holds rows `head` and `head + 8`, columns 2 * (lane % 4) + {0, 1} of each 8.
-template <int SHARES>
+template <int SHARES, bool CUT>
 DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int warp, int lane) {
-    const Walk w = walk_of<SHARES>(p);
+    const Walk w = walk_of<SHARES, CUT>(p);
     const int head = 16 * warp + lane / 4, quad = lane % 4;
     const float sink0 = __ldg(p.sink + head) * LOG2_E, sink1 = __ldg(p.sink + head + 8) * LOG2_E;
     uint32_t turn = 0, row_turn = 0;
-    for (int row = w.row; row < w.rows; row += w.row_step, row_turn ^= 1) {
+    for (int n = 0; n < w.pieces; n++, row_turn ^= 1) {
+        const Piece piece = piece_of<CUT>(w, n);
         float peak0 = -1e30f, peak1 = -1e30f, total0 = 0.0f, total1 = 0.0f;
+        if (CUT && piece.begun) {
+            await(p.flags + (blockIdx.x - 1) * PASSED + ADDERS + warp, lane == 0);
+            const float4 x = load_passed(
+                p.parts + (blockIdx.x - 1) * PART + ADDERS * 32 * 128 + (warp * 32 + lane) * 4);
+            peak0 = x.x, peak1 = x.y, total0 = x.z, total1 = x.w;
+        }
         wait(smem + Q_FULL, row_turn);
-        for (int t = 0; t < w.count; t++, turn++) {
+        for (int t = piece.first; t < piece.end; t++, turn++) {
             const uint32_t buffer = turn & 1;
-            const bool last = t == w.count - 1;
+            const bool last = t == piece.end - 1;
             wait(smem + K_FULL + buffer * 8, (turn >> 1) & 1);
             float s[32];
             products_begin();
@@ -346,11 +408,11 @@ DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int wa
             const uint32_t valid1 = load8(smem + VALID + buffer * 8 + quad + 4);
             products_wait<0>();
             hold(s);
-            if (last && row + w.row_step < w.rows) {  // the last products with these queries
+            if (last && n + 1 < w.pieces) {  // the last products with these queries
                 if (lane == 0) {
                     arrive(smem + Q_EMPTY);
                     wait(smem + Q_EMPTY, row_turn);
-                    load_queries(map, row + w.row_step, smem, warp);
+                    load_queries(map, piece_of<CUT>(w, n + 1).row, smem, warp);
                 }
                 __syncwarp();
             }
@@ -406,7 +468,11 @@ DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int wa
                 storef(at, fade0);
                 storef(at + 32, fade1);
             }
-            if (last) {
+            if (CUT && last && piece.left) {
+                store_passed(p.parts + blockIdx.x * PART + ADDERS * 32 * 128 + (warp * 32 + lane) * 4,
+                             make_float4(peak0, peak1, total0, total1));
+                publish(p.flags + blockIdx.x * PASSED + ADDERS + warp, lane == 0);
+            } else if (last) {
                 total0 += __shfl_xor_sync(~0u, total0, 1);
                 total1 += __shfl_xor_sync(~0u, total1, 1);
                 total0 += __shfl_xor_sync(~0u, total0, 2);
@@ -432,6 +498,12 @@ DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int wa
     }
 }
 
+// A power of two that takes sums so large below 2^15.
+DEVICE float room_for(float top) {
+    const int exponent = int(__float_as_uint(top) >> 23) - 127;
+    return __uint_as_float(uint32_t(min(127 + 14 - exponent, 253)) << 23);
+}
+
 // Give half a buffer back once all but LEFT groups of products are done.
 template <int LEFT>
 DEVICE void release(uint32_t smem, uint32_t buffer, int half, bool one) {
@@ -439,18 +511,31 @@ DEVICE void release(uint32_t smem, uint32_t buffer, int half, bool one) {
     if (one) arrive(smem + K_EMPTY + buffer * 16 + half * 8);
 }
 
-template <int SHARES>
+template <int SHARES, bool CUT>
 DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int group, int warp,
                 int lane) {
-    const Walk w = walk_of<SHARES>(p);
+    const Walk w = walk_of<SHARES, CUT>(p);
     const int head = 16 * warp + lane / 4, quad = lane % 4;
     uint32_t turn = 0, row_turn = 0;
     float out[2][64];  // two products' worth: one would need more registers than a launch grants
-    for (int row = w.row; row < w.rows; row += w.row_step, row_turn ^= 1) {
-        for (int t = 0; t < w.count; t++, turn++) {
+    for (int n = 0; n < w.pieces; n++, row_turn ^= 1) {
+        const Piece piece = piece_of<CUT>(w, n);
+        const int row = piece.row;
+        if (CUT && piece.begun) {
+            await(p.flags + (blockIdx.x - 1) * PASSED + 4 * group + warp, lane == 0);
+            const float* from = p.parts + (blockIdx.x - 1) * PART + (4 * group + warp) * 4096 + lane * 4;
+#pragma unroll
+            for (int i = 0; i < 32; i++) {
+                const float4 x = load_passed(from + i * 128);
+                float* to = out[i / 16] + i % 16 * 4;
+                to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+            }
+        }
+        for (int t = piece.first; t < piece.end; t++, turn++) {
             const uint32_t buffer = turn & 1;
+            const bool fresh = t == piece.first && !piece.begun;
             wait(smem + P_FULL, turn & 1);
-            if (t > 0) {
+            if (!fresh) {
                 const uint32_t at = smem + FADE + buffer * 256 + head * 4;
                 const float fade0 = loadf(at), fade1 = loadf(at + 32);
                 if (!__all_sync(~0u, fade0 == 1.0f && fade1 == 1.0f)) {
@@ -472,12 +557,12 @@ DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int 
 #pragma unroll
             for (int k = 0; k < 4; k++) {
 #pragma unroll
-                for (int n = 0; n < 2; n++)
-                    value_product(out[n], further(weights, k * 32),
-                                  further(entries, k * 16384 + n * 2048), t + k > 0);
+                for (int i = 0; i < 2; i++)
+                    value_product(out[i], further(weights, k * 32),
+                                  further(entries, k * 16384 + i * 2048), k > 0 || !fresh);
                 if (k % 2) products_commit();
             }
-            if (SHARES == 1 && t == w.count - 1) {  // the buffer is given back below
+            if (SHARES == 1 && t == piece.end - 1 && !piece.left) {  // the buffer is given back below
                 products_wait<0>();
             } else {
                 release<1>(smem, buffer, 0, lane == 0);
@@ -485,7 +570,15 @@ DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int 
             }
             hold(out[0]), hold(out[1]);
         }
-        if (SHARES == 1) {
+        if (CUT && piece.left) {
+            float* to = p.parts + blockIdx.x * PART + (4 * group + warp) * 4096 + lane * 4;
+#pragma unroll
+            for (int i = 0; i < 32; i++) {
+                const float* x = out[i / 16] + i % 16 * 4;
+                store_passed(to + i * 128, make_float4(x[0], x[1], x[2], x[3]));
+            }
+            publish(p.flags + blockIdx.x * PASSED + 4 * group + warp, lane == 0);
+        } else if (SHARES == 1) {
             const uint32_t at = smem + INVERSE + row_turn * 256 + head * 4;
             const float r0 = loadf(at), r1 = loadf(at + 32);
             // The row lies where the group's half of the last keys was until it is on its way.
@@ -517,15 +610,33 @@ DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int 
             }
             __syncwarp();
         } else {
-            // Sums of this share, fp32, where the keys were; groups of 8 floats swizzled by head.
+            // Sums of this share in 16 bits, relative to the row's largest: clusters exchange few bytes
+            // a cycle. They lie where the keys were, groups of 8 swizzled by head.
+            float top0 = 0.0f, top1 = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int k = 0; k < 64; k += 4) {
+                    top0 = fmaxf(top0, fmaxf(fabsf(out[i][k]), fabsf(out[i][k + 1])));
+                    top1 = fmaxf(top1, fmaxf(fabsf(out[i][k + 2]), fabsf(out[i][k + 3])));
+                }
+            top0 = fmaxf(top0, __shfl_xor_sync(~0u, top0, 1));
+            top1 = fmaxf(top1, __shfl_xor_sync(~0u, top1, 1));
+            const float grow0 = room_for(fmaxf(top0, __shfl_xor_sync(~0u, top0, 2)));
+            const float grow1 = room_for(fmaxf(top1, __shfl_xor_sync(~0u, top1, 2)));
+            if (quad == 0) {
+                const uint32_t at = smem + SHRINK + group * 256 + head * 4;
+                storef(at, 1.0f / grow0);
+                storef(at + 32, 1.0f / grow1);
+            }
             adders_sync();  // no product reads the keys any more
 #pragma unroll
             for (int j = 0; j < 32; j++) {
-                const uint32_t at = smem + K_AT + head * 2048 + group * 1024 +
-                                    ((j ^ (head & 7)) << 5) + quad * 8;
+                const uint32_t at =
+                    smem + K_AT + head * 1024 + group * 512 + ((j ^ (head & 7)) << 4) + quad * 4;
                 const float* x = out[j / 16] + 4 * (j % 16);
-                storef2(at, x[0], x[1]);
-                storef2(at + 8 * 2048, x[2], x[3]);
+                store32(at, pair16(x[0] * grow0, x[1] * grow0));
+                store32(at + 8 * 1024, pair16(x[2] * grow1, x[3] * grow1));
             }
         }
     }
@@ -534,34 +645,41 @@ DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int 
 // Each CTA of a cluster adds the shares of some of the sums.
 template <int SHARES>
 DEVICE void combine(const Params& p, uint32_t smem, int rank, int row) {
-    for (int i = rank * THREADS + threadIdx.x; i < HEADS * DIM / 4; i += SHARES * THREADS) {
-        const int head = i / 128, at4 = i % 128;
-        float peaks[SHARES], peak = -1e30f, total = 0.0f;
+    for (int i = rank * THREADS + threadIdx.x; i < HEADS * DIM / 8; i += SHARES * THREADS) {
+        const int head = i / 64, group = i / 32 % 2, j = i % 32;
+        const uint32_t at = K_AT + head * 1024 + group * 512 + ((j ^ (head & 7)) << 4);
+        float peaks[SHARES], totals[SHARES], shrinks[SHARES];
+        uint4 x[SHARES];
 #pragma unroll
         for (int s = 0; s < SHARES; s++) {
             peaks[s] = peer_float(peer(smem + PEAK + head * 4, s));
-            peak = fmaxf(peak, peaks[s]);
+            totals[s] = peer_float(peer(smem + TOTAL + head * 4, s));
+            shrinks[s] = peer_float(peer(smem + SHRINK + group * 256 + head * 4, s));
+            x[s] = peer_words(peer(smem + at, s));
         }
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float peak = peaks[0], total = 0.0f, sum[8] = {};
+#pragma unroll
+        for (int s = 1; s < SHARES; s++) peak = fmaxf(peak, peaks[s]);
 #pragma unroll
         for (int s = 0; s < SHARES; s++) {
-            const float fade = exp2_fast(peaks[s] - peak);
-            total += fade * peer_float(peer(smem + TOTAL + head * 4, s));
-            const uint32_t at = K_AT + head * 2048 + (((at4 / 2) ^ (head & 7)) << 5) + (at4 % 2) * 16;
-            const float4 x = peer_float4(peer(smem + at, s));
-            sum.x += fade * x.x;
-            sum.y += fade * x.y;
-            sum.z += fade * x.z;
-            sum.w += fade * x.w;
+            const float fade = exp2_fast(peaks[s] - peak), factor = fade * shrinks[s];
+            total += fade * totals[s];
+            const uint32_t words[4] = {x[s].x, x[s].y, x[s].z, x[s].w};
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                sum[2 * k] += factor * low16(words[k]);
+                sum[2 * k + 1] += factor * high16(words[k]);
+            }
         }
         total += exp2_fast(__ldg(p.sink + head) * LOG2_E - peak);
         const float r = 256.0f / total;
-        *reinterpret_cast<uint2*>(p.out + ((long long)row * HEADS + head) * DIM + at4 * 4) =
-            make_uint2(pair(sum.x * r, sum.y * r), pair(sum.z * r, sum.w * r));
+        *reinterpret_cast<uint4*>(p.out + ((long long)row * HEADS + head) * DIM + group * 256 + j * 8) =
+            make_uint4(pair(sum[0] * r, sum[1] * r), pair(sum[2] * r, sum[3] * r),
+                       pair(sum[4] * r, sum[5] * r), pair(sum[6] * r, sum[7] * r));
     }
 }
 
-template <int SHARES>
+template <int SHARES, bool CUT>
 DEVICE void walk(const CUtensorMap* map, const CUtensorMap* out_map, const Params& p, uint32_t smem) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
@@ -575,17 +693,19 @@ DEVICE void walk(const CUtensorMap* map, const CUtensorMap* out_map, const Param
     __syncthreads();
     if (warp < DECODERS) {
         registers_down<DECODE_REGISTERS>();
-        const Walk w = walk_of<SHARES>(p);
-        Decoder<SHARES>(p, w, smem, warp, lane).run();
+        const Walk w = walk_of<SHARES, CUT>(p);
+        Decoder<SHARES, CUT>(p, w, smem, warp, lane).run();
     } else if (warp < DECODERS + SCORERS) {
         registers_down<SCORE_REGISTERS>();
-        if (lane == 0) load_queries(map, blockIdx.x / SHARES, smem, warp - DECODERS);
+        const Walk w = walk_of<SHARES, CUT>(p);
+        if (lane == 0 && w.pieces > 0)
+            load_queries(map, piece_of<CUT>(w, 0).row, smem, warp - DECODERS);
         __syncwarp();
-        score<SHARES>(p, map, smem, warp - DECODERS, lane);
+        score<SHARES, CUT>(p, map, smem, warp - DECODERS, lane);
     } else {
         registers_up<ADD_REGISTERS>();
         const int place = warp - DECODERS - SCORERS;
-        add<SHARES>(p, out_map, smem, place / 4, place % 4, lane);
+        add<SHARES, CUT>(p, out_map, smem, place / 4, place % 4, lane);
     }
 }
 
@@ -596,7 +716,7 @@ uint32_t inverse(int count) {  // of at least 2
 Params params(const void* window, const void* window_idx, const void* main, const void* main_idx,
               const void* sink, void* out, long long rows, long long window_slots,
               long long main_slots, long long window_entries, long long window_block,
-              long long main_entries, long long main_block, double scale) {
+              long long main_entries, long long main_block, double scale, void* parts, void* flags) {
     Params p;
     p.window = static_cast<const uint8_t*>(window);
     p.main = static_cast<const uint8_t*>(main);
@@ -613,6 +733,8 @@ Params params(const void* window, const void* window_idx, const void* main, cons
     p.rows = int(rows);
     p.window_slots = int(window_slots);
     p.main_slots = int(main_slots);
+    p.parts = static_cast<float*>(parts);
+    p.flags = static_cast<uint32_t*>(flags);
     p.scale = float(scale * 256.0 * 1.4426950408889634);
     return p;
 }
@@ -623,14 +745,14 @@ Params params(const void* window, const void* window_idx, const void* main, cons
 
 namespace {
 
-template <int SHARES>
+template <int SHARES, bool CUT = false>
 __global__ void __launch_bounds__(THREADS, 1)
     attend(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap out_map,
            const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t smem = uint32_t(__cvta_generic_to_shared(shared));
     if (smem % 1024) __trap();
-    walk<SHARES>(&map, &out_map, p, smem);
+    walk<SHARES, CUT>(&map, &out_map, p, smem);
     if (SHARES > 1) {
         cluster_sync();
         combine<SHARES>(p, smem, blockIdx.x % SHARES, blockIdx.x / SHARES);
@@ -644,14 +766,14 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapFloatOOBfill);
 
 // The launch of so many blocks; clusters need their attribute, which lives as long as this.
-template <int SHARES>
+template <int SHARES, bool CUT = false>
 struct Launch {
     cudaLaunchConfig_t config = {};
     cudaLaunchAttribute cluster[1];
     cudaError_t ready;
 
     Launch(int grid, cudaStream_t stream) {
-        ready = cudaFuncSetAttribute(attend<SHARES>, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM);
+        ready = cudaFuncSetAttribute(attend<SHARES, CUT>, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM);
         config.gridDim = dim3(grid);
         config.blockDim = dim3(THREADS);
         config.dynamicSmemBytes = SMEM;
@@ -663,12 +785,12 @@ struct Launch {
     }
 };
 
-template <int SHARES>
+template <int SHARES, bool CUT = false>
 cudaError_t start(const CUtensorMap& map, const CUtensorMap& out_map, const Params& p, int grid,
                   cudaStream_t stream) {
-    Launch<SHARES> launch(grid, stream);
+    Launch<SHARES, CUT> launch(grid, stream);
     if (launch.ready != cudaSuccess) return launch.ready;
-    return cudaLaunchKernelEx(&launch.config, attend<SHARES>, map, out_map, p);
+    return cudaLaunchKernelEx(&launch.config, attend<SHARES, CUT>, map, out_map, p);
 }
 
 template <int SHARES>
@@ -682,12 +804,14 @@ int fitting() {
 
 }  // namespace
 
-// Returns a CUDA error code. Strides in bytes; `shares` CTAs take one row, 1 to 4.
+// Returns a CUDA error code. Strides in bytes; `shares` CTAs take one row, 1 to 4. With one and room
+// for `parts` and `flags`, which are 0 and are left 0, rows are cut so that all CTAs have like much.
 extern "C" int paged_attention(void* q, const void* window, const void* window_idx, const void* main,
                                const void* main_idx, const void* sink, void* out, long long rows,
                                long long window_slots, long long main_slots, long long window_entries,
                                long long window_block, long long main_entries, long long main_block,
-                               long long shares, double scale, void* stream) {
+                               long long shares, double scale, void* parts, void* flags,
+                               void* stream) {
     static Encode encode = [] {
         void* found = nullptr;
         cudaDriverEntryPointQueryResult status;
@@ -707,7 +831,7 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
     if (boxes(&map, q, HEADS) || boxes(&out_map, out, 16)) return cudaErrorInvalidValue;
     const Params p = params(window, window_idx, main, main_idx, sink, out, rows, window_slots,
                             main_slots, window_entries, window_block, main_entries, main_block,
-                            scale);
+                            scale, parts, flags);
     auto s = static_cast<cudaStream_t>(stream);
     static int processors = [] {
         int device = 0, count = 0;
@@ -715,6 +839,8 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
         cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
         return count;
     }();
+    if (shares == 1 && parts && p.rows >= processors)
+        return start<1, true>(map, out_map, p, processors, s);
     if (shares == 1) return start<1>(map, out_map, p, p.rows < processors ? p.rows : processors, s);
     if (shares == 2) return start<2>(map, out_map, p, p.rows * 2, s);
     if (shares == 3) return start<3>(map, out_map, p, p.rows * 3, s);

@@ -89,6 +89,25 @@ DEVICE void stores_read() {  // what the stores take from shared memory may be o
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+DEVICE void store_passed(float* to, float4 x) { __stcg(reinterpret_cast<float4*>(to), x); }
+DEVICE float4 load_passed(const float* from) { return __ldcg(reinterpret_cast<const float4*>(from)); }
+
+DEVICE void publish(uint32_t* flag, bool one) {  // what this warp stored
+    __threadfence();
+    __syncwarp();
+    if (one) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+
+DEVICE void await(uint32_t* flag, bool one) {  // and take the flag down for the next launch
+    if (one) {
+        uint32_t up = 0;
+        while (!up) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(up) : "l"(flag) : "memory");
+        asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
+        __threadfence();
+    }
+    __syncwarp();
+}
+
 DEVICE uint32_t load32(uint32_t at) {
     uint32_t x;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
@@ -216,10 +235,6 @@ DEVICE void registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-DEVICE void storef2(uint32_t at, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
-}
-
 DEVICE uint32_t peer(uint32_t at, int rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
@@ -232,13 +247,31 @@ DEVICE float peer_float(uint32_t at) {
     return x;
 }
 
-DEVICE float4 peer_float4(uint32_t at) {
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+DEVICE uint4 peer_words(uint32_t at) {
+    uint4 x;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "r"(at)
                  : "memory");
     return x;
+}
+
+DEVICE uint32_t pair16(float low, float high) {  // to fp16, rounded to even
+    uint32_t x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+
+DEVICE float low16(uint32_t x) {
+    float y;
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;\n}" : "=f"(y) : "r"(x));
+    return y;
+}
+
+DEVICE float high16(uint32_t x) {
+    float y;
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(y) : "r"(x));
+    return y;
 }
 
 DEVICE void cluster_sync() {

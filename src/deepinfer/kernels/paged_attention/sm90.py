@@ -24,6 +24,11 @@ DIM: Final = 512
 _TILE: Final = 64  # slots that a block of threads takes at once
 _ROW_TILES: Final = 2  # what beginning and ending a row costs, in tiles
 _MEETING_TILES: Final = 1  # what it costs blocks to add their shares of a row
+_PASSING_TILES: Final = 2  # what it costs a block to pass on half a row and to take one over
+_WORTH: Final = 1.03  # what runs must gain
+PART: Final = 33280  # floats that a block passes on: sums and maxima
+FLAGS: Final = 12  # one for each of those warps
+_ROOM: dict[int, tuple[Tensor, Tensor]] = {}  # by device; launches of one follow each other
 _CODE_BYTES: Final = {"window_fp8": 512, "main_fp4": 256}
 _ENTRY_BYTES: Final = {"window_fp8": 528, "main_fp4": 288}
 
@@ -48,11 +53,11 @@ def paged_attention(
         portable = import_module("deepinfer.kernels.paged_attention.triton").paged_attention
         out: Tensor = portable(q, window, window_idx, main, main_idx, sink, scale, round_weights)
         return out
-    if not shares:
-        tiles = math.ceil(window_idx.shape[1] / _TILE)
-        tiles += 0 if main_idx is None else math.ceil(main_idx.shape[1] / _TILE)
-        shares = best_shares(q.shape[0], tiles, _rows_at_once(q.device.index))
-    return attend(q, window, window_idx, main, main_idx, sink, scale, shares)
+    tiles = math.ceil(window_idx.shape[1] / _TILE)
+    tiles += 0 if main_idx is None else math.ceil(main_idx.shape[1] / _TILE)
+    at_once = _rows_at_once(q.device.index)
+    shares, cut = plan(q.shape[0], tiles, at_once[:shares] if shares else at_once)
+    return attend(q, window, window_idx, main, main_idx, sink, scale, shares, cut=cut)
 
 
 def accepts(
@@ -82,18 +87,38 @@ def _packed(cache: PagedCache, form: str) -> bool:
     )
 
 
-def best_shares(num_rows: int, tiles: int, at_once: Sequence[int]) -> int:
-    """Return how many blocks of threads take a row: the fewest that end first.
+def plan(num_rows: int, tiles: int, at_once: Sequence[int]) -> tuple[int, bool]:
+    """Return how many blocks of threads take a row, and whether rows are cut into equal runs.
 
     at_once  rows that the card takes at a time with 1, 2, ... blocks a row
+    With runs a row's bits are those of one block a row.
     """
 
-    def cost(shares: int) -> int:
+    def whole(shares: int) -> float:
         rounds = math.ceil(num_rows / max(1, at_once[shares - 1]))
         meeting = _MEETING_TILES if shares > 1 else 0
         return rounds * (_ROW_TILES + math.ceil(tiles / shares) + meeting)
 
-    return min(range(1, len(at_once) + 1), key=cost)
+    shares = min(range(1, len(at_once) + 1), key=whole)
+    rows = num_rows / at_once[0]  # of a block
+    runs = rows * tiles + (rows + 1) * _ROW_TILES + _PASSING_TILES
+    if rows > 1 and tiles and runs * _WORTH < whole(shares):
+        return 1, True
+    return shares, False
+
+
+def _room(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Return memory for what blocks pass on, and flags that are 0 before and after a launch."""
+    index = device.index
+    if index not in _ROOM:
+        if torch.cuda.is_current_stream_capturing():
+            return None, None  # the first launch of a graph does without
+        blocks = nvcc.processors(device)
+        _ROOM[index] = (
+            torch.empty(blocks * PART, device=device),
+            torch.zeros(blocks * FLAGS, dtype=torch.int32, device=device),
+        )
+    return _ROOM[index]
 
 
 @cache
@@ -114,8 +139,13 @@ def attend(
     scale: float,
     shares: int,
     source: Path = SOURCE,
+    *,
+    cut: bool = False,
 ) -> Tensor:
-    """Run the kernel with `shares` blocks of threads a row, 1 to 4; each has its own bits."""
+    """Run the kernel with `shares` blocks of threads a row, 1 to 4; each has its own bits.
+
+    cut  one block a row, but in equal runs of tiles; the bits are those of shares = 1
+    """
     q = q.contiguous()
     out = torch.empty_like(q)
     other = main if main is not None and main_idx is not None else None
@@ -139,5 +169,6 @@ def attend(
         other.codes.stride(0) if other is not None else 0,
         shares,
         scale,
+        *(_room(q.device) if cut else (None, None)),
     )
     return out
