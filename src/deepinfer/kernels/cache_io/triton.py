@@ -19,6 +19,7 @@ from deepinfer.kernels.tiles import (
     e4m3_code,
     e4m3_round,
     e4m3_value,
+    in_turn,
     launch,
     next_power,
     pow2_inverse,
@@ -77,6 +78,7 @@ def _store(
     FORMAT: tl.constexpr, DENSE: tl.constexpr, G: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """G groups of SIZE values, of which the first D / SIZE exist."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(idx + row)
     if place >= 0:
@@ -96,6 +98,7 @@ def _load(
     idx, codes, scales, out, D, entries, code_block, code_entry, scale_block, scale_entry,
     FORMAT: tl.constexpr, G: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(idx + row)
     present = place >= 0

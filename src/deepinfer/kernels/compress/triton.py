@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import ceil_div, launch, next_power
+from deepinfer.kernels.tiles import ceil_div, in_turn, launch, next_power
 
 
 @triton.jit
 def _compress(kv, gate, out, D, kv_row, gate_row, RATIO: tl.constexpr, BLOCK: tl.constexpr):
+    in_turn()
     entry = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = channel < D

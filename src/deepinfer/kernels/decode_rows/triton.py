@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.decode_rows import LayoutForm, RowLayout
-from deepinfer.kernels.tiles import launch, next_power
+from deepinfer.kernels.tiles import in_turn, launch, next_power
 
 
 @triton.jit
@@ -39,6 +39,7 @@ def _lay_out(
     DRAFTS: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """R0 and R1 are the compression ratios, 0 = none."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     place = tl.load(places + row)

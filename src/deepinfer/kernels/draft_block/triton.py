@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.draft_block import BlockRows
-from deepinfer.kernels.tiles import launch, next_power
+from deepinfer.kernels.tiles import in_turn, launch, next_power
 
 _COLUMNS = 1024
 
@@ -24,6 +24,7 @@ def _lay_out(
     slots, last, first, token_ids, positions, own, seen, live, size, window, ring, noise,
     BW: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     sequence = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1)
     row = sequence * size + place
@@ -49,6 +50,7 @@ def _markov(
     embed, tokens, hidden, weight, rows, confidence, C, R, token_row, hidden_row, out_row,
     BR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     sequence = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + sequence * token_row)
     column = tl.arange(0, BR)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import ceil_div, launch, next_power
+from deepinfer.kernels.tiles import ceil_div, in_turn, launch, next_power
 
 _GROUPS = 1024  # of four ids, whose noise is one counter's
 _STRETCH = 4096  # ids that a program compares
@@ -31,6 +31,7 @@ def _draw(
     logits, peaks, seeds, positions, scores, tokens, width, row_stride, stream, parts,
     LARGEST: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     group = part * GROUPS + tl.arange(0, GROUPS)
@@ -55,6 +56,7 @@ def _draw(
 
 @triton.jit
 def _best(scores, tokens, out, parts, BP: tl.constexpr):
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BP)
     score = tl.load(scores + row * parts + part, part < parts, float("-inf"))
@@ -69,6 +71,7 @@ def _stretch(
     PLUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest of a stretch of a row, and its id; -1 - id where a value is not finite."""
+    in_turn()
     row = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -86,6 +89,7 @@ def _stretch(
 
 @triton.jit
 def _largest(tops, tokens, out, bad, parts, BP: tl.constexpr):
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BP)
     held = part < parts
@@ -122,6 +126,7 @@ def largest(values: Tensor, plus: Tensor | None = None) -> tuple[Tensor, Tensor]
 @triton.jit
 def _log_sum(values, out, width, row_stride, BLOCK: tl.constexpr):
     """log(sum(exp(row))), the sum in fp64, in stretches of BLOCK."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     source = values + row * row_stride
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)

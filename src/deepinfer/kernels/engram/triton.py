@@ -10,6 +10,7 @@ from torch import Tensor
 from deepinfer.kernels.tiles import (
     ceil_div,
     e4m3_value,
+    in_turn,
     launch,
     narrow,
     next_power,
@@ -20,6 +21,7 @@ from deepinfer.kernels.tiles import (
 
 @triton.jit
 def _hash(ngrams, multipliers, primes, offsets, out, G: tl.constexpr, H, BH: tl.constexpr):
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BH)
     acc = tl.load(ngrams + row * G) * tl.load(multipliers)
@@ -50,6 +52,7 @@ def engram_hash(ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Te
 def _ngrams(
     ids, token_map, ring, load, rows, out, H, pad, length, slot_row, total, BLOCK: tl.constexpr
 ):  # fmt: skip
+    in_turn()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     place = tl.load(rows + at, inside, 0)
@@ -66,6 +69,7 @@ def _ngrams(
 def _keep_ids(
     ids, token_map, ring, store, rows, length, slot_row, total, BLOCK: tl.constexpr
 ):  # fmt: skip
+    in_turn()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
     place = tl.load(store + at, inside, 0)
@@ -104,6 +108,7 @@ def _lookup(
     codes, scale, rows, out, columns, D, code_row, scale_row,
     G: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     group = tl.arange(0, G)
@@ -131,6 +136,7 @@ def engram_lookup(codes: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype
 @triton.jit
 def _gate(x, kv, qk_weight, out, M, C, kv_row, eps, root, BLOCK: tl.constexpr):
     """Stream program_id(0) of row program_id(1)."""
+    in_turn()
     stream = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     source = x + (row * M + stream) * C

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.grouping import Groups
-from deepinfer.kernels.tiles import ceil_div, launch, narrow, next_power
+from deepinfer.kernels.tiles import ceil_div, in_turn, launch, narrow, next_power
 
 _BLOCK = 1024
 
@@ -29,6 +29,7 @@ def _group(
     LIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program e < E collects the choices of expert e, program E those that are left out."""
+    in_turn()
     expert = tl.program_id(0)
     before = tl.full((), 0, tl.int32)
     count = tl.full((), 0, tl.int32)
@@ -72,6 +73,7 @@ def _combine(
     routed, place, shared, out, C, shared_row,
     K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = column < C

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.cache_io.triton import group_size, parts_of, put_entry
-from deepinfer.kernels.tiles import act8_round_trip, launch, narrow, next_power
+from deepinfer.kernels.tiles import act8_round_trip, in_turn, launch, narrow, next_power
 
 if TYPE_CHECKING:
     from deepinfer.kernels.cache_io import PagedCache
@@ -42,6 +42,7 @@ def _latent_entry(
     both, q_norm, kv_norm, cos, sin, latent, entry, Q, D, R, stride, eps,
     QUANTIZE: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     source = both + row * stride
     _put_latent(source, q_norm, latent, row, Q, eps, QUANTIZE, BQ)
@@ -77,6 +78,7 @@ def _latent_store(
     BQ: tl.constexpr, BD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """As `_latent_entry`, the entry quantized into its cache; without the latent, Q is 0."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     source = both + row * stride
     if LATENT:

@@ -20,6 +20,7 @@ from deepinfer.kernels.tiles import (
     ceil_div,
     dot,
     e4m3_value,
+    in_turn,
     launch,
     narrow,
     next_power,
@@ -98,6 +99,7 @@ def _fp8(
 @triton.jit
 def _join(sums, out, size, parts, BLOCK: tl.constexpr):
     """out [size]: sums [parts, size] added up in order."""
+    in_turn()
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = place < size
     total = tl.zeros((BLOCK,), tl.float32)
@@ -149,6 +151,7 @@ def _dense(
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile [BN, BT]; parts of the inputs are added up as in `_fp8`."""
+    in_turn()
     own = tl.program_id(2)
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     column = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)

@@ -13,6 +13,7 @@ from deepinfer.kernels.tiles import (
     ceil_div,
     dot,
     e2m1_value,
+    in_turn,
     launch,
     narrow,
     next_power,
@@ -40,6 +41,7 @@ def _score(
     LAST: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """CHOSEN: columns run through candidate blocks. EACH and LAST say what is rounded to bf16."""
+    in_turn()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BS + tl.arange(0, BS)
     seen = tl.load(visible + row)
@@ -119,6 +121,7 @@ def paged_index_score(
 
 @triton.jit
 def _flat(entries, table, rows, out, K, per_block, width, BLOCK: tl.constexpr):
+    in_turn()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = column < K
@@ -146,6 +149,7 @@ def flat_entries(entries: Tensor, table: Tensor, rows: Tensor, per_block: int) -
 
 @triton.jit
 def _block_entries(found, blocks, out, K, N, size, BLOCK: tl.constexpr):
+    in_turn()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = column < K

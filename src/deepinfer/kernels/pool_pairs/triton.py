@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import launch, narrow, next_power
+from deepinfer.kernels.tiles import in_turn, launch, narrow, next_power
 
 
 @triton.jit
@@ -32,6 +32,7 @@ def _pool(
     gate, value, ring, load, rows, emit, norm, out, H, D, gate_row, value_row, length, slot_row,
     entry_row, eps, BD: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     n = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
     held = column < D
@@ -61,6 +62,7 @@ def _keep(
     gate, value, ring, store, rows, D, gate_row, value_row, length, slot_row, entry_row,
     BD: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     n = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
     held = column < D

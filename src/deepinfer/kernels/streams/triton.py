@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import ceil_div, launch, narrow, next_power
+from deepinfer.kernels.tiles import ceil_div, in_turn, launch, narrow, next_power
 
 _COLUMNS = 1024
 
@@ -16,6 +16,7 @@ _COLUMNS = 1024
 def _start(
     embed, ids, stream, pre, C, embed_row, M: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < C
@@ -30,6 +31,7 @@ def _start(
 
 @triton.jit
 def _mean(stream, out, C, out_row, M: tl.constexpr, BLOCK: tl.constexpr):
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < C

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import launch, next_power
+from deepinfer.kernels.tiles import in_turn, launch, next_power
 from deepinfer.kernels.turn import FIXED, Slots, StepRows
 
 
@@ -17,6 +17,7 @@ def _spread(
     live, held, valid, first, row_slots, places, N, T, K,
     DRAFTED: tl.constexpr, GIVEN: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     n = tl.arange(0, BN)
     inside = n < N
     slot = tl.load(slots + n, inside, 0)
@@ -76,6 +77,7 @@ def _finish(
     FIXED: tl.constexpr, BK: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """BK holds 1 + K places."""
+    in_turn()
     n = tl.program_id(0).to(tl.int64)
     slot = tl.load(held + n)
     runs = tl.load(live + n) != 0
@@ -138,6 +140,7 @@ def _keep(
     packed, K, token_row, raw_row, columns,
     DRAFTED: tl.constexpr, FIXED: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     n = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + n)
     place = tl.arange(0, BK)
