@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from mmap import PAGESIZE
 
+import pytest
 import torch
+from torch import Tensor
 
+import deepinfer.llm
 from deepinfer.engine.request import SamplingParams
 from deepinfer.kernels.engram import engram_lookup
 from deepinfer.llm import LLM
@@ -24,13 +27,41 @@ def test_host_rows() -> None:
         assert torch.equal(read.wait(torch.bfloat16), wanted)
 
 
+def test_rows_that_were_read_ahead_and_rows_that_were_not() -> None:
+    codes = torch.arange(11 * 64).remainder(120).to(torch.uint8).view(11, 64)
+    scale = (121 + torch.arange(22) % 5).to(torch.uint8).view(11, 2)
+    table = HostRows(codes.view(torch.float8_e4m3fn), scale)
+    rows = torch.tensor([[0, 10], [3, 3], [7, 0]])
+    wanted = engram_lookup(codes.view(torch.float8_e4m3fn), scale, rows, torch.bfloat16)
+    for ahead, found in (([[3, 10], [10, 9]], 3), ([[1, 2]], 0), ([[0, 10], [3, 7]], 6)):
+        table.found = table.late = 0
+        table.look_ahead(torch.tensor(ahead))
+        assert torch.equal(table.start(rows).wait(torch.bfloat16), wanted)
+        assert (table.found, table.late) == (found, 6 - found)
+    table.look_ahead(torch.empty(0, 2, dtype=torch.int64))
+    assert torch.equal(table.start(rows).wait(torch.bfloat16), wanted)
+    assert torch.equal(table.start(rows).wait(torch.bfloat16), wanted)  # nothing is kept
+
+
 def test_tokens_do_not_depend_on_where_rows_are() -> None:
-    prompts, params = [[5, 6, 7], list(range(30))], SamplingParams(max_tokens=6, seed=1)
+    """Rows of drafts are read before the step that verifies them: all of them, by their place."""
+    prompts, params = [[5, 6, 7], list(range(30))], SamplingParams(max_tokens=9, seed=1)
+    tables: list[HostRows] = []
+
+    def kept(codes: Tensor, scale: Tensor) -> HostRows:
+        tables.append(HostRows(codes, scale))
+        return tables[-1]
+
     found = []
-    for where in ("device", "host"):
-        with LLM("golden", "cpu", {"parallel.engram_rows": where}) as llm:
-            found.append([c.token_ids for c in llm.generate(prompts, params)])
-    assert found[0] == found[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepinfer.llm, "HostRows", kept)
+        for where in ("device", "host"):
+            settings = {"parallel.engram_rows": where, "speculation.num_drafts": 2}
+            with LLM("golden", "cpu", settings) as llm:
+                found.append([c.token_ids for c in llm.generate(prompts, params)])
+    assert found[0] == found[1] and tables
+    for table in tables:
+        assert table.found > 0 and table.late == 0
 
 
 class Runtime:

@@ -45,7 +45,8 @@ def make_drafter(
         return None
     assert model.draft is not None, "the model was loaded without its draft blocks"
     temperatures = confidence_temperatures(config.speculation, model.config)
-    return Drafter(model.draft, sampler, state, temperatures, config.speculation.method)
+    ahead = model.look_ahead if model.ahead else None
+    return Drafter(model.draft, sampler, state, temperatures, config.speculation.method, ahead)
 
 
 def make_planner(

@@ -7,7 +7,7 @@ specification, 6.3 to 6.5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -39,6 +39,8 @@ class Drafter:
 
     temperatures  K numbers that the confidence head's outputs are divided by
     method        the rule of acceptance
+    ahead         told of every row that the next step may run: slots [N], positions [N] of their
+                  last tokens, these and their drafts [N, 1+K]
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class Drafter:
         state: SlotState,
         temperatures: Sequence[float],
         method: Literal["coupled", "rejection"] = "coupled",
+        ahead: Callable[[Caches, Tensor, Tensor, Tensor], None] | None = None,
     ) -> None:
+        self.ahead = ahead
         self.num_drafts = len(temperatures)
         self.rejects = method == "rejection"
         self.model = model
@@ -116,6 +120,8 @@ class Drafter:
             self.num_drafts,
             with_logits=False,
         )
+        if self.ahead is not None:
+            self.ahead(caches, slots, length - 1, tokens)
         return tokens[:, 1:], raw
 
     def accept(

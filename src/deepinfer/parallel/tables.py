@@ -36,6 +36,7 @@ class RowTable(Protocol):
     """A table of one layer.
 
     flows  whether the host waits for nothing
+    ahead  whether `look_ahead` does something
     """
 
     @property
@@ -43,9 +44,27 @@ class RowTable(Protocol):
         """See above."""
         ...
 
+    @property
+    def ahead(self) -> bool:
+        """See above."""
+        ...
+
+    def look_ahead(self, rows: Tensor) -> None:
+        """Take rows that the next step is likely to start with; what it starts with decides."""
+        ...
+
     def start(self, rows: Tensor) -> Read:
         """Start reading rows [T, columns] int64; T may be 0. All that share a table call it."""
         ...
+
+
+class _StartsOnly:
+    """A table that nothing is gained from looking ahead in."""
+
+    ahead = False
+
+    def look_ahead(self, rows: Tensor) -> None:
+        """Pass the rows over."""
 
 
 MakeTable = Callable[[Tensor, Tensor], RowTable]
@@ -70,24 +89,61 @@ class _HostRead:
 
 class HostRows:
     """All rows stay in the mapped file, whose pages all ranks of a host share; a thread reads them
-    while the layers before run.
+    while the layers before run. Rows of drafts are read as soon as these are made, while the host
+    prepares the step that verifies them.
+
+    found, late  rows of steps that were there already, and those that began with their step; of
+                 steps that something was read ahead for
     """
 
     flows = False
+    ahead = True
     _pool: Final = ThreadPoolExecutor(1, "deepinfer-engram")
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
         self._codes, self._scale = codes.view(torch.uint8), scale
+        self._ahead: Future[tuple[Tensor, Tensor]] | None = None
+        self.found = self.late = 0
+
+    def look_ahead(self, rows: Tensor) -> None:
+        """Start reading in the thread, which waits for the device instead of the caller."""
+        made = None
+        if rows.device.type == "cuda":
+            made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            made.record()
+
+        def read() -> tuple[Tensor, Tensor]:
+            if made is not None:
+                made.synchronize()
+            known = torch.unique(rows.cpu())
+            return known, self._read(known)
+
+        self._ahead = self._pool.submit(read)
 
     def start(self, rows: Tensor) -> _HostRead:
-        """Start reading in the thread."""
+        """Start reading in the thread what was not read ahead."""
         index = rows.flatten().cpu()
+        ahead, self._ahead = self._ahead, None
 
         def read() -> Tensor:
-            codes, scale = self._codes.index_select(0, index), self._scale.index_select(0, index)
-            return torch.cat([codes, scale], dim=1)
+            if ahead is None:
+                return self._read(index)
+            known, data = ahead.result()  # the thread has done it before
+            if not len(known):
+                return self._read(index)
+            place = torch.searchsorted(known, index).clamp(max=len(known) - 1)
+            missing = known[place] != index
+            values = data.index_select(0, place)
+            values[missing] = self._read(index[missing])
+            self.late += int(missing.sum())
+            self.found += int((~missing).sum())
+            return values
 
         return _HostRead(self._pool.submit(read), self._codes.shape[1], rows)
+
+    def _read(self, index: Tensor) -> Tensor:
+        codes, scale = self._codes.index_select(0, index), self._scale.index_select(0, index)
+        return torch.cat([codes, scale], dim=1)
 
 
 class _MappedRead:
@@ -98,7 +154,7 @@ class _MappedRead:
         return self._owner.look_up(self._rows, dtype)
 
 
-class MappedRows:
+class MappedRows(_StartsOnly):
     """All rows stay in the mapped file, and a kernel of the GPU reads them there: no copy, no
     thread, and nothing that the host waits for, so that a step can be recorded.
 
@@ -199,7 +255,7 @@ class _ShardRead:
         return _values(data, self._width, self._rows.shape, dtype)
 
 
-class ShardedRows:
+class ShardedRows(_StartsOnly):
     """Each rank of the group holds a run of rows in host memory; ids go to their owners, rows back.
 
     A row that a step needs several times travels once.

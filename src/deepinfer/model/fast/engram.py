@@ -8,6 +8,7 @@ from torch import Tensor
 from deepinfer.config import ModelConfig
 from deepinfer.config.engram import engram_tables
 from deepinfer.kernels.engram.places import gather_ngrams, keep_ids
+from deepinfer.kernels.ops import Ops
 from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import EngramWeights
 from deepinfer.parallel.tables import Read
@@ -23,6 +24,7 @@ class EngramHash:
 
     def __init__(self, config: ModelConfig, token_map: Tensor, device: torch.device) -> None:
         tables = engram_tables(config)
+        self._depth = config.engram_max_ngram_size - 1
         self._map = token_map.to(device=device, dtype=torch.int64)
         self._pad = int(self._map[config.engram_pad_token_id])
         self._multipliers = torch.from_numpy(tables.multipliers).to(device)
@@ -37,8 +39,27 @@ class EngramHash:
         ids = inputs.token_ids if inputs.context is None else inputs.context.token_ids
         ngrams = gather_ngrams(ids, self._map, ring, history.load, history.rows, self._pad)
         keep_ids(ids, self._map, ring, history.store, history.store_rows)
+        return self._hashed(step.ops, ngrams)
+
+    def ahead(
+        self, ops: Ops, ring: Tensor, slots: Tensor, positions: Tensor, ids: Tensor
+    ) -> list[Tensor]:
+        """Return rows as `rows` would for tokens that are likely to come; keeps nothing.
+
+        ring  [S, L] compressed ids of earlier tokens
+        slots, positions  [N] of the first tokens; ids  [N, J] tokens from there on
+        """
+        (count, width), depth = ids.shape, self._depth
+        before = positions[:, None] - torch.arange(depth, 0, -1, device=ids.device)
+        held = ring[slots[:, None], before.clamp(min=0) % ring.shape[1]].to(torch.int64)
+        line = torch.cat([held.masked_fill(before < 0, self._pad), self._map[ids]], dim=1)
+        back = torch.arange(depth, depth + width, device=ids.device)[:, None]
+        back = back - torch.arange(depth + 1, device=ids.device)
+        return self._hashed(ops, line[:, back].reshape(count * width, depth + 1))
+
+    def _hashed(self, ops: Ops, ngrams: Tensor) -> list[Tensor]:
         return [
-            step.ops.engram_hash(ngrams, multipliers, primes, offsets)
+            ops.engram_hash(ngrams, multipliers, primes, offsets)
             for multipliers, primes, offsets in zip(
                 self._multipliers, self._primes, self._offsets, strict=True
             )

@@ -315,6 +315,22 @@ class FastModel:
         hidden = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
         return ops.dense_linear(hidden, self.head, torch.float32)
 
+    @property
+    def ahead(self) -> bool:
+        """Whether Engram rows are read before the step that needs them begins."""
+        return any(b.engram and b.engram.table and b.engram.table.ahead for b in self.blocks)
+
+    def look_ahead(self, caches: Caches, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        """Start reading the Engram rows of tokens that the next step is likely to run.
+
+        slots, positions  [N] of the first tokens, everything before them cached; ids  [N, J]
+        """
+        assert self._hash is not None and caches.engram_tail is not None
+        rows = self._hash.ahead(self.ops, caches.engram_tail, slots, positions, ids)
+        for layer, block in zip(self.config.layers, self.blocks, strict=True):
+            if layer.engram_idx is not None and block.engram and block.engram.table:
+                block.engram.table.look_ahead(rows[layer.engram_idx])
+
     def begin(self, most_rows: int) -> None:
         """Say how many rows the fullest rank has in what follows."""
         if self.ranks is not None:
