@@ -23,9 +23,15 @@ from torch import Tensor
 from deepinfer.config.load import cache_dir
 from deepinfer.errors import UnsupportedError
 
-__all__ = ["ARCH", "FLAGS", "available", "call", "command", "load", "pointer", "processors"]
+__all__ = [
+    "ARCH", "FLAGS", "TARGETS", "available", "call", "command", "load", "pointer", "processors",
+    "target",
+]  # fmt: skip
 
 ARCH: Final = "90a"
+TARGETS: Final = {(9, 0): ARCH, (10, 0): "100a", (10, 3): "103a"}
+"""Compute capability -> what is built for it. Only sources of ops that `table.py` lists for SM100
+build there; no card of that kind has run one."""
 FLAGS: Final = ("-O3", "-std=c++17", "-lineinfo")
 
 
@@ -54,6 +60,14 @@ def command(source: Path, target: Path, *options: str, arch: str = ARCH) -> list
 
 
 @cache
+def target() -> str:
+    """Return what `load` builds for: the card's own target, Hopper's where there is none."""
+    if not torch.cuda.is_available():
+        return ARCH
+    return TARGETS.get(torch.cuda.get_device_capability(), ARCH)
+
+
+@cache
 def load(source: Path) -> ctypes.CDLL:
     """Return the library of a source, built where the cache folder lacks it.
 
@@ -64,19 +78,20 @@ def load(source: Path) -> ctypes.CDLL:
     version = subprocess.run(
         [*command(source, source)[:1], "--version"], capture_output=True, check=False
     ).stdout
-    digest = hashlib.sha256(b"\0".join([*parts, version, repr((ARCH, FLAGS)).encode()]))
+    arch = target()
+    digest = hashlib.sha256(b"\0".join([*parts, version, repr((arch, FLAGS)).encode()]))
     folder = cache_dir() / "cuda"
     built = folder / f"{source.stem}-{digest.hexdigest()[:16]}.so"
     if not built.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:  # ranks may build at the same time
-            target = Path(made) / built.name
+            made_here = Path(made) / built.name
             done = subprocess.run(
-                command(source, target), capture_output=True, text=True, check=False
+                command(source, made_here, arch=arch), capture_output=True, text=True, check=False
             )
             if done.returncode:
                 raise UnsupportedError(f"nvcc does not build {source.name}:\n{done.stderr[-4000:]}")
-            target.replace(built)
+            made_here.replace(built)
     return ctypes.CDLL(str(built))
 
 

@@ -7,7 +7,7 @@ function of the op's name; it is imported only when chosen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 __all__ = ["COPIES", "TABLE", "W4A8", "Implementation"]
@@ -105,6 +105,7 @@ COPIES: Final = "cuda and cuBLAS"
 _PACKED: Final = (
     "weights packed as tensor instructions read them; their K shared where rows are few"
 )
+_ROUTED: Final = "one launch: weights in registers, scores exchanged between blocks"
 _COPIED: Final = _hopper(
     "linear.copied",
     "many rows on bf16 copies of the weights: numerics.dense_copies",
@@ -152,6 +153,8 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
         ),
     ),
     "swiglu": (_hopper("expert_linear.gate", "bf16, eight values a thread"),),
+    "route": (_hopper("router.sm90", _ROUTED, chosen=False),),
+    "route_rounded": (_hopper("router.sm90", _ROUTED, chosen=False),),
     "rotate_tail": (_hopper("rope.sm90", "in place, tails alone or rounding behind"),),
     "round_trip": (_hopper("quantize.sm90", "ACT8 of bf16, eight values a thread"),),
     "hyper_mix": (_hopper("hyper.sm90", "a site's kernel with nothing to write"),),
@@ -162,6 +165,27 @@ _HOPPER: Final[Mapping[str, tuple[Implementation, ...]]] = {
     ),
     "select_topk": (_hopper("topk.sm90", "one read of the scores"),),
     "select_blocks": (_hopper("topk.sm90", "one read of the scores"),),
+}
+
+_NO_WGMMA: Final = (
+    "expert_linear.gate", "rope.sm90", "quantize.sm90", "hyper.sm90", "hyper_site.sm90",
+    "router.sm90", "topk.sm90",
+)  # fmt: skip
+"""Modules whose sources use no instruction that SM90 alone has: they build for SM100, too."""
+
+_UNSEEN: Final[Mapping[str, tuple[Implementation, ...]]] = {
+    op: tuple(
+        replace(
+            line,
+            name="cuda sm100",
+            archs=("sm100", "sm103"),
+            why="Hopper's source built for this card, which none has run yet",
+            chosen=False,
+        )
+        for line in lines
+        if line.module in _NO_WGMMA
+    )
+    for op, lines in _HOPPER.items()
 }
 
 
@@ -206,5 +230,6 @@ _PUBLISHED: Final[Mapping[str, tuple[Implementation, ...]]] = {
 }
 
 TABLE: Final[Mapping[str, tuple[Implementation, ...]]] = {
-    op: (*_HOPPER.get(op, ()), *lines, *_PUBLISHED.get(op, ())) for op, lines in _OWN.items()
+    op: (*_HOPPER.get(op, ()), *lines, *_UNSEEN.get(op, ()), *_PUBLISHED.get(op, ()))
+    for op, lines in _OWN.items()
 }
