@@ -10,7 +10,9 @@ its layers and random weights on every GPU, and runs the same rows
 
 Each with rows and caches of its own on every rank. `efficiency` is slice / NAME: what is left of a
 GPU's speed when rows travel. `speedup` is N x whole / NAME: tokens/s of N GPUs over those of one.
-Times are the slowest rank's, medians of rounds that take turns.
+Times are the slowest rank's, medians of rounds in which a back end and the slice take turns. A line
+is printed as soon as its form is done, and to stderr what took how long; when `--limit` seconds are
+over no further form begins, so that what was measured is never lost.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import dataclasses
 import gc
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +35,7 @@ from deepinfer.bench.gang import Gang, gang, rank_options
 from deepinfer.bench.modelbench import ModelBench, choose_layers, fill_caches
 from deepinfer.config import ModelConfig
 from deepinfer.config.engine import NumericsConfig
-from deepinfer.config.load import load_model_config, released_config
+from deepinfer.config.load import load_model_config, released_config, resolve_model
 from deepinfer.errors import DeepInferError
 from deepinfer.kernels.expert_linear import Fp4Weight
 from deepinfer.model.fast.model import FastModel
@@ -54,7 +57,7 @@ class _Forms:
 
     def __init__(self, team: Gang, args: argparse.Namespace) -> None:
         self.team, ranks = team, team.ranks
-        config = released_config() if args.config is None else load_model_config(args.config)
+        config = _config(args.dims)
         self.layers = choose_layers(config, args.depth)
         self.config: ModelConfig = shallow(config, self.layers)
         numerics = NumericsConfig()  # what a row gives does not depend on the others
@@ -118,7 +121,83 @@ class _Forms:
         fill_caches(self.bench.caches, self.config, self.bench.device, self.team.ranks.rank)
 
 
+class _Clock:
+    """Says on rank 0 what took how long, and on all ranks together whether time is up."""
+
+    def __init__(self, team: Gang, limit: float) -> None:
+        self._team, self._limit = team, limit
+        self._start = self._last = time.perf_counter()
+
+    def lap(self, what: str) -> None:
+        now = time.perf_counter()
+        if self._team.ranks.leads:
+            print(f"scaling: {what} {now - self._last:.1f} s", file=sys.stderr, flush=True)
+        self._last = now
+
+    def over(self) -> bool:
+        """Whether the limit has passed on some rank; all ranks ask."""
+        return self._team.anywhere(time.perf_counter() - self._start > self._limit)
+
+
+Work = Callable[[], object]
+
+
+class _Timer:
+    """Times of one form after another, in a graph where it can be."""
+
+    def __init__(self, team: Gang, args: argparse.Namespace, told: dict[str, Any]) -> None:
+        self._team, self._args, self._told = team, args, told
+        self._whole = 0.0
+
+    def prepared(self, name: str, step: Work, flows: bool) -> tuple[Work, str]:
+        """Return the step, recorded if it flows and is wanted so, and its mode."""
+        if self._team.on_card and flows and name in self._args.graphs:
+            step()
+            return self._team.recorded(step), "graph"
+        return step, "eager"
+
+    def alone(self, name: str, step: Work, mode: str) -> None:
+        """Time a form by itself and tell it."""
+        times = [1e6 * self._team.seconds(step, most=40) for _ in range(_ROUNDS)]
+        self._whole = statistics.median(times) if name == "whole" else self._whole
+        self._tell(name, mode, times)
+
+    def beside(self, name: str, step: Work, mode: str, part: Work) -> None:
+        """Time a back end in turn with the slice."""
+        rounds: tuple[list[float], list[float]] = ([], [])
+        for _ in range(_ROUNDS):
+            for times, work in zip(rounds, (step, part), strict=True):
+                times.append(1e6 * self._team.seconds(work, most=40))
+        middle, beside = (statistics.median(times) for times in rounds)
+        more: dict[str, Any] = {"efficiency": round(beside / middle, 3)}
+        more["slice_us"] = round(beside, 1)
+        if self._whole:
+            more["speedup"] = round(self._args.ranks * self._whole / middle, 3)
+        self._tell(name, mode, rounds[0], more)
+
+    def _tell(
+        self, name: str, mode: str, times: Sequence[float], more: dict[str, Any] | None = None
+    ) -> None:
+        entry = {
+            "suite": "scaling",
+            "what": name,
+            "mode": mode,
+            "step_us": round(statistics.median(times), 1),
+            "spread": round(max(times) / min(times) - 1, 4),
+            **(more or {}),
+        }
+        self._team.tell({**entry, **self._told})
+
+    def kernels(self, name: str, step: Work) -> None:
+        """Tell what a graph's kernels take, those that move rows apart."""
+        found = self._team.kernels_us(step)
+        moving = sum(found.get(kernel, 0.0) for kernel in _EXCHANGE)
+        entry = {"what": f"{name} kernels", "kernels_us": round(sum(found.values()), 1)}
+        self._team.tell({**entry, "exchange_us": round(moving, 1)})
+
+
 def _measure(team: Gang, args: argparse.Namespace) -> None:
+    clock = _Clock(team, args.limit)
     forms = _Forms(team, args)
     told = {
         "depth": len(forms.layers),
@@ -127,12 +206,23 @@ def _measure(team: Gang, args: argparse.Namespace) -> None:
         "rows": args.rows,
         "context": args.context,
     }
+    timer = _Timer(team, args, told)
+    clock.lap("weights")
     forms.fresh()
     want = forms.run(forms.whole, None).clone()
     team.tell({"what": "whole", **told, "finite": bool(want.isfinite().all())})
-    steps: dict[str, Callable[[], object]] = {}
-    flows = {"whole", "slice"}
+    clock.lap("one step of one rank")
+    part, mode = timer.prepared("slice", partial(forms.run, forms.slice, None), True)
+    timer.alone("slice", part, mode)
+    clock.lap("slice")
+    whole, mode = timer.prepared("whole", partial(forms.run, forms.whole, None), True)
+    timer.alone("whole", whole, mode)
+    clock.lap("whole")
+    kept = [("slice", part), ("whole", whole)]
     for name in args.back_ends:
+        if clock.over():
+            team.tell({"what": name, "error": f"not begun: {args.limit:g} seconds are over"})
+            continue
         try:
             blocks, shares = forms.shared(name)
         except (DeepInferError, RuntimeError) as error:
@@ -143,38 +233,25 @@ def _measure(team: Gang, args: argparse.Namespace) -> None:
         wrong = team.anywhere(not torch.equal(found, want))
         rows = team.largest(int((found != want).any(1).sum()))
         team.tell({"what": name, "bits_equal": not wrong, "rows_that_differ": rows})
-        steps[name] = partial(forms.run, blocks, shares)
-        if shares.exchange.flows or name in ("fixed", "gathered"):
-            flows.add(name)
-    steps["slice"] = partial(forms.run, forms.slice, None)
-    steps["whole"] = partial(forms.run, forms.whole, None)
-    recorded = [name for name in steps if team.on_card and name in flows and name in args.graphs]
-    for name in recorded:
-        steps[name]()
-        steps[name] = team.recorded(steps[name])
-    rounds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(_ROUNDS):
-        for name, step in steps.items():
-            rounds[name].append(1e6 * team.seconds(step, most=40))
-    middle = {name: statistics.median(times) for name, times in rounds.items()}
-    for name, times in rounds.items():
-        entry: dict[str, Any] = {
-            "suite": "scaling",
-            "what": name,
-            "mode": "graph" if name in recorded else "eager",
-            "step_us": round(middle[name], 1),
-            "spread": round(max(times) / min(times) - 1, 4),
-        }
-        if name not in ("whole", "slice"):
-            entry["efficiency"] = round(middle["slice"] / middle[name], 3)
-            entry["speedup"] = round(args.ranks * middle["whole"] / middle[name], 3)
-        if name in recorded:
-            found_us = team.kernels_us(steps[name])
-            entry["kernels_us"] = round(sum(found_us.values()), 1)
-            entry["exchange_us"] = round(sum(found_us.get(k, 0.0) for k in _EXCHANGE), 1)
-            entry["peak_bytes"] = torch.cuda.max_memory_allocated()
-        team.tell({**entry, **told})
+        clock.lap(f"{name}, compared")
+        flows = shares.exchange.flows or name in ("fixed", "gathered")
+        step, mode = timer.prepared(name, partial(forms.run, blocks, shares), flows)
+        timer.beside(name, step, mode, part)
+        kept.append((name, step))
+        clock.lap(name)
+    for name, step in kept if args.kernels and team.on_card else ():
+        if not clock.over():
+            timer.kernels(name, step)
+            clock.lap(f"{name}'s kernels")
     forms.model.blocks, forms.model.ranks = forms.whole, None
+
+
+def _config(dims: str) -> ModelConfig:
+    """Return the dimensions of a name, a checkpoint folder or a config.json."""
+    if dims == "released":
+        return released_config()
+    file = Path(dims).expanduser()
+    return load_model_config(file if file.is_file() else resolve_model(dims))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,7 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     rank_options(parser)
-    parser.add_argument("--config", type=Path, help="of another model than the released one")
+    parser.add_argument(
+        "--dims", default="released", help="released, golden, demo, a checkpoint or a config.json"
+    )
     parser.add_argument("--depth", type=int, default=6, help="layers that the model keeps")
     parser.add_argument("--sequences", type=int, default=32, help="of a rank")
     parser.add_argument("--rows", type=int, default=1, help="of a sequence")
@@ -195,6 +274,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--graphs", type=lambda t: t.split(","), default=["whole", "slice", "symm"],
         help="forms that are recorded as a CUDA graph before they are timed",
     )  # fmt: skip
+    parser.add_argument("--kernels", action="store_true", help="times of kernels in graphs, too")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="seconds after which no form begins (600)"
+    )
     given = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(given)
     with gang("deepinfer.bench.scaling", given, args) as team:
