@@ -53,6 +53,7 @@ inline void count_out(uint32_t* counter, uint32_t last) {
   if (++*counter == last) *counter = 0;
 }
 inline float fresh(const float* p) { return *p; }
+inline float4 fresh(const float4* p) { return *p; }
 inline float inverse(float x) { return 1.f / x; }
 inline float fast_inverse(float x) { return 1.f / x; }
 inline float inverse_root(float x) { return 1.f / std::sqrt(x); }

@@ -34,6 +34,8 @@ from deepinfer.kernels.quantize.reference import round_trip
 from deepinfer.kernels.rms_norm.reference import rms_norm
 from deepinfer.kernels.rope import reference as rope_reference
 from deepinfer.kernels.rope import sm90 as rope
+from deepinfer.kernels.router import reference as router_reference
+from deepinfer.kernels.router import sm90 as router
 from deepinfer.kernels.topk import reference as topk_reference
 from deepinfer.kernels.topk import sm90 as topk
 
@@ -45,6 +47,7 @@ SOURCES = {
         site.SOURCE,
         rope.SOURCE,
         quantize.SOURCE,
+        router.SOURCE,
         expert_gate.SOURCE,
     )
 }
@@ -257,6 +260,37 @@ def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(se
             assert ((mine - theirs).abs() <= 4e-5 * theirs.square().mean().sqrt()).all()
         first = first or [x[:3] for x in got]
         assert all(torch.equal(x[:3], y) for x, y in zip(got, first, strict=True))
+
+
+@needs_gcc
+@pytest.mark.usefixtures("on_host")
+def test_routes_equal_the_reference_and_do_not_depend_on_their_batch(seed: int) -> None:
+    """Ties go to the smaller id, NaN is the best; blocks of 48 and of 96 experts add up alike."""
+    gen = torch.Generator().manual_seed(seed)
+    stored = (torch.randn(384, 5120, generator=gen) * 5120**-0.5).bfloat16()
+    bias = 0.1 * torch.randn(384, generator=gen)
+    stored[1::2], bias[1::2] = stored[::2], bias[::2]
+    bias[7] = math.inf
+    gate = DenseWeight(stored, None)
+    wider = torch.randn(19, 5200, generator=gen).bfloat16()
+    wider[3] *= 40
+    x = wider[:, :5120]
+    assert router.accepts(x, gate, bias, 6)
+    chosen, weights, rounded = router.route_rounded(x, gate, bias, 6, 1.5)
+    assert not router._counters(x.device).any()
+    want = router_reference.route(x, gate, bias, 6, 1.5)
+    assert torch.equal(chosen, want[0])
+    assert torch.allclose(weights, want[1], rtol=1e-5, atol=0)
+    assert torch.equal(rounded, round_trip(x, "act8"))
+    bias[300] = math.nan
+    wide = router._route(x[:9], gate, bias, 7, 1.5, None, wide=True)
+    assert (wide[0][:, 0] == 300).all()
+    assert torch.equal(wide[0][:, 1:], chosen[:9])
+    bias[300], bias[7] = 0.0, -math.inf
+    wide = router._route(x[2:3], gate, bias, 32, 1.5, None, wide=True)
+    alone = router._route(x[2:3], gate, bias, 32, 1.5, None, wide=False)
+    assert all(torch.equal(a, b) for a, b in zip(wide, alone, strict=True))
+    assert torch.equal(wide[0], router_reference.route(x[2:3], gate, bias, 32, 1.5)[0])
 
 
 @needs_gcc

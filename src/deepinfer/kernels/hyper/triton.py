@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.linear import DenseWeight
-from deepinfer.kernels.tiles import ceil_div, dot, launch, narrow, next_power, sigmoid
+from deepinfer.kernels.tiles import ceil_div, dot, in_turn, launch, narrow, next_power, sigmoid
 
 _ROWS, _INPUTS, _TOKENS = 16, 64, 4
 _PART = 512  # inputs that one program adds up: a row's sums are cut in the same places in any batch
@@ -20,6 +20,7 @@ def _project(
     BT: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """sums [parts, T, W], squares [parts, T]: projections over `part` of the flattened streams."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     column = tl.arange(0, BW)
     begin = tl.program_id(1) * part
@@ -44,6 +45,7 @@ def _join(
     sums, squares, scale, base, out, T, W, K, M, parts, eps, BW: tl.constexpr
 ):  # fmt: skip
     """out [T, W]: parts added up in order, normalized, scaled and shifted; one program per row."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BW)
     acc = tl.zeros((BW,), tl.float32)
@@ -64,6 +66,7 @@ def _coefficients(
     raw, pre, post, comb, T, W, eps, ITERS: tl.constexpr,
     M: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     stream = tl.arange(0, BM)
     held = (row < T)[:, None] & (stream < M)[None, :]
@@ -127,6 +130,7 @@ def hyper_mix(
 
 @triton.jit
 def _collapse(h, pre, out, C, M: tl.constexpr, BLOCK: tl.constexpr):
+    in_turn()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = column < C
@@ -153,6 +157,7 @@ def hyper_collapse(h: Tensor, pre: Tensor) -> Tensor:
 
 @triton.jit
 def _expand(h, y, post, comb, out, C, M: tl.constexpr, BLOCK: tl.constexpr):
+    in_turn()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = column < C

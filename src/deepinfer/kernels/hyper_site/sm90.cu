@@ -30,6 +30,7 @@
 
 #include "../act8.cuh"
 #include "../chain.cuh"
+#include "../meeting.cuh"
 
 namespace {
 
@@ -71,29 +72,6 @@ __device__ inline void load_matrix(u32 (&a)[4], const unsigned char* rows, int c
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
 }
-__device__ inline uint4 load_once(const u16* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-// acc[16, 8] += a[16, 16] b[16, 8], bf16 pairs
-__device__ inline void multiply(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ inline void count_in(u32* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-__device__ inline void wait_for(const u32* counter, u32 least) {
-  u32 seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-  } while (seen < least);
-}
 // Counters of a block's warps in shared memory: what is written before an add is seen after a wait.
 __device__ inline void add_local(u32* counter) {
   asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(address(counter)) : "memory");
@@ -105,11 +83,6 @@ __device__ inline void wait_local(const u32* counter, u32 least) {
                  : "memory");
   } while (seen < least);
 }
-// Also counts out: the last of all to leave sets the counter back.
-__device__ inline void count_out(u32* counter, u32 last) {
-  if (atomicAdd(counter, 1u) == last - 1) atomicExch(counter, 0u);
-}
-__device__ inline float fresh(const float* p) { return __ldcg(p); }
 __device__ inline float inverse_root(float x) { return __fdiv_rn(1.f, __fsqrt_rn(x)); }
 __device__ inline float inverse(float x) { return __frcp_rn(x); }
 __device__ inline float fast_inverse(float x) {

@@ -18,12 +18,12 @@
 #else
 #include <cuda_runtime.h>
 #include "wgmma.cuh"
-#define LAUNCH(kernel, grid, block, shared, stream, ...) \
-  kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
 #define SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #endif
 
 #include <cstdint>
+
+#include "../chain.cuh"
 
 namespace {
 
@@ -186,6 +186,8 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, c = tid % 4;
   const int first_row = blockIdx.y * R;
 
+  previous_kernel_wait();
+  next_kernel_may_start();
   // Queries: four threads a head, each one group of 32 dimensions.
   for (int n = tid / 4; n < N; n += kThreads / 4) {
     const int row = first_row + n / kHeads, head = n % kHeads;
@@ -494,7 +496,7 @@ int run(const void* q, const void* weight, const Cache& cache, const void* table
 #endif
   const dim3 grid(static_cast<unsigned>((entries + chunk - 1) / chunk),
                   static_cast<unsigned>((num_rows + R - 1) / R));
-  LAUNCH(kernel, grid, dim3(kThreads), bytes, stream, static_cast<const u16*>(q),
+  LAUNCH_NEXT(kernel, grid, dim3(kThreads), bytes, stream, static_cast<const u16*>(q),
          static_cast<const u16*>(weight), cache, static_cast<const int64_t*>(table),
          static_cast<int64_t>(table_stride), static_cast<const int64_t*>(sequence),
          static_cast<const int64_t*>(visible), static_cast<const int64_t*>(candidates),

@@ -14,6 +14,7 @@ from deepinfer.kernels.tiles import (
     ceil_div,
     e2m1_round,
     e4m3_round,
+    in_turn,
     launch,
     narrow,
     pow2_inverse,
@@ -24,6 +25,7 @@ _GROUPS = 32
 
 @triton.jit
 def _round_trip(x, out, total, FORMAT: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    in_turn()
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     place = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     held = (group < total)[:, None]

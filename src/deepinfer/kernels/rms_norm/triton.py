@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import launch, narrow, next_power
+from deepinfer.kernels.tiles import in_turn, launch, narrow, next_power
 
 
 @triton.jit
 def _rms_norm(x, weight, out, D, stride, eps, BLOCK: tl.constexpr):
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     held = column < D

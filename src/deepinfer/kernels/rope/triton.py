@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import act8_round_trip, ceil_div, launch, narrow, next_power
+from deepinfer.kernels.tiles import act8_round_trip, ceil_div, in_turn, launch, narrow, next_power
 
 
 @triton.jit
 def _cos_sin(positions, inv_freq, cos, sin, total, F, BLOCK: tl.constexpr):
+    in_turn()
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = place < total
     position = tl.load(positions + place // F, held, 0).to(tl.float32)
@@ -39,6 +40,7 @@ def _rotate_tail(
     x, cos, sin, out, H, D, R, row_stride, head_stride,
     INVERSE: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     program = tl.program_id(0).to(tl.int64)
     row, head = program // H, program % H
     source = x + row * row_stride + head * head_stride
@@ -64,6 +66,7 @@ def _turn_tail(
     INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """HEADS vectors of a row where they lie; nothing but the tail is touched."""
+    in_turn()
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
@@ -85,6 +88,7 @@ def _turn_and_round(
     INVERSE: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """HEADS vectors of a row: the tail rotated, then everything rounded with ACT8."""
+    in_turn()
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, BD)

@@ -17,6 +17,7 @@ from deepinfer.kernels.tiles import (
     act8_round_trip,
     ceil_div,
     dot,
+    in_turn,
     launch,
     narrow,
     next_power,
@@ -32,6 +33,7 @@ def _scores(
     BF16: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """sums [parts, T, E]: products over `part` of the inputs."""
+    in_turn()
     row = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
     expert = tl.program_id(0) * BN + tl.arange(0, BN)
     begin = tl.program_id(2) * part
@@ -89,6 +91,7 @@ def _pick(
     PARTS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Program (row, 0) picks experts, program (row, i) rounds BC values of x with ACT8."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if part == 0:

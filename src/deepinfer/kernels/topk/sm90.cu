@@ -21,12 +21,12 @@
 #include <cuda_runtime.h>
 
 #include "../bulk.cuh"
-#define LAUNCH(kernel, grid, block, shared, stream, ...) \
-  kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
 #define SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
 #include <cstdint>
+
+#include "../chain.cuh"
 
 namespace {
 
@@ -297,11 +297,13 @@ struct Stream {
     ++chunk;
   }
   __device__ void begin() {
-    row = blockIdx.x, chunk = 0, asked = 0, used = 0, limit = seen(row);
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES; ++i) barrier_begin(barriers + i);
       barriers_seen();
     }
+    previous_kernel_wait();
+    next_kernel_may_start();
+    row = blockIdx.x, chunk = 0, asked = 0, used = 0, limit = seen(row);
     __syncthreads();
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES; ++i) ask();
@@ -637,7 +639,7 @@ int run(K kernel, int bytes, const void* scores, const void* visible, void* out,
         long long entries, long long stride, long long want, long long blocks,
         cudaStream_t stream) {
   if (const int status = prepare(kernel, bytes)) return status;
-  LAUNCH(kernel, dim3(static_cast<unsigned>(min(rows, blocks))), dim3(kThreads), bytes, stream,
+  LAUNCH_NEXT(kernel, dim3(static_cast<unsigned>(min(rows, blocks))), dim3(kThreads), bytes, stream,
          static_cast<const T*>(scores), static_cast<const int64_t*>(visible),
          static_cast<int64_t*>(out), static_cast<int>(rows), static_cast<int>(entries),
          static_cast<int64_t>(stride), static_cast<int>(want));

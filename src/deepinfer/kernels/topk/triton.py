@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import ceil_div, launch, next_power
+from deepinfer.kernels.tiles import ceil_div, in_turn, launch, next_power
 
 _BLOCK = 1024
 
@@ -27,6 +27,7 @@ def _ordered(scores):
 @triton.jit
 def _select(scores, limit, out, S, row_stride, K, BLOCK: tl.constexpr):
     """Entries below limit[row] with a score above -inf; out [rows, K] was filled with -1."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64)
     end = tl.minimum(tl.load(limit + row), S)
     source = scores + row * row_stride
@@ -83,6 +84,7 @@ def select_topk(scores: Tensor, visible: Tensor, count: int) -> Tensor:
 @triton.jit
 def _block_best(scores, visible, out, S, blocks, row_stride, SIZE, BLOCK: tl.constexpr):
     """Largest visible score of block program_id(0), +inf for the newest visible one."""
+    in_turn()
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     seen = tl.load(visible + row)
@@ -110,6 +112,7 @@ def select_blocks(scores: Tensor, visible: Tensor, num_blocks: int, block_size: 
 
 @triton.jit
 def _mark(blocks, out, K, entries, SIZE, BK: tl.constexpr, BLOCK: tl.constexpr):
+    in_turn()
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     choice = tl.arange(0, BK)
