@@ -1,0 +1,278 @@
+"""Every implementation of a card on small inputs: `python tests/kernels/card_run.py [PATTERN]`.
+
+PATTERN is searched in "op/implementation". Inputs are every op's small cases, and cases of the
+released dimensions with small caches and few experts, which alone reach kernels written for them.
+Results are held to the reference on the CPU; memory handed to kernels is poisoned; rows come 0, 1,
+7, 129 and more at a time, and where the table says so a row alone must have the bits of the batch.
+
+Under `compute-sanitizer` the same program shows that no kernel leaves its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from deepinfer.device import pick_device
+from deepinfer.kernels import nvcc
+from deepinfer.kernels.cases import Arguments, Case, all_cases
+from deepinfer.kernels.expert_linear import cases as experts
+from deepinfer.kernels.hyper import cases as hyper
+from deepinfer.kernels.hyper_site import cases as sites
+from deepinfer.kernels.libraries import is_usable
+from deepinfer.kernels.linear import cases as linear
+from deepinfer.kernels.ops import _PUBLIC
+from deepinfer.kernels.paged_attention import cases as attention
+from deepinfer.kernels.paged_index import cases as index
+from deepinfer.kernels.quantize import cases as quantize
+from deepinfer.kernels.rope import cases as rope
+from deepinfer.kernels.routed_experts import cases as routed
+from deepinfer.kernels.router import cases as router
+from deepinfer.kernels.table import COPIES, TABLE, W4A8, Implementation
+from deepinfer.kernels.topk import cases as topk
+
+_BF16: Final = torch.bfloat16
+ROWS: Final = (0, 1, 7, 129)
+_MORE: Final = {
+    "routed_experts": (350, 700),  # rows that boxes bring
+    "expert_linear": (350, 700),
+    "fp8_linear": (8, 33, 65, 300, 600),
+    "grouped_linear": (8, 33, 300, 600),
+    "paged_attention": (40, 200, 300),
+    "paged_index_score": (2, 3, 12),
+}
+"""Rows at which an op takes other schedules."""
+_LOOSER: Final = {W4A8: 1e-2}
+"""Implementation -> least tolerance; else a card's order of sums ..."""
+_SUMS: Final = 1e-4
+"""... is granted this, relative to the RMS, besides one step of the result's type."""
+
+
+def turned() -> list[Case]:
+    """Rotations in place, and rounded behind."""
+    plain = rope._rotation("published", (64, 512), 64, _BF16)
+
+    def with_flags(name: str, reuse: bool, rounded: bool) -> Case:
+        def build(rows: int, generator: torch.Generator) -> Arguments:
+            x, cos, sin, inverse = plain.build(rows, generator)[:4]
+            return x, cos, sin, inverse, reuse, rounded
+
+        return dataclasses.replace(plain, name=name, build=build)
+
+    return [with_flags("published", True, False), with_flags("published, rounded", False, True)]
+
+
+def released() -> list[Case]:
+    """Cases of the released dimensions, small in everything else."""
+    return [
+        attention._case("published", 64, 512, 128, 512),
+        attention._case("published, windows alone", 64, 512, 128, 0),
+        attention._case("published, all present", 64, 512, 128, 512, absent=0.0),
+        index._case("published", 32, 128, 128, 900, "final"),
+        index._case("published, not rounded", 32, 128, 64, 700, "none"),
+        index._case("published, candidates", 32, 128, 128, 5000, "final", candidates=64),
+        topk._topk("published, ties", 20000, 512, 40),
+        topk._topk("published, bf16", 3000, 512, 0, timed=(1,)),
+        topk._blocks("published, ties", 20000, 64, 8, 40),
+        topk._blocks("published, bf16", 3008, 64, 8, 0, timed=(1,)),
+        experts._experts("packed", 5, 512, 768, copied=False),
+        experts._experts("packed, skewed", 5, 256, 512, copied=False, skewed=True),
+        experts._swiglu("published", 2304, 10.0, True, _BF16),
+        routed._case("packed", 5, 256, 512),
+        linear._fp8("packed, rounded", 512, 1024, copied=False),
+        linear._fp8("packed, as it is", 256, 4096, quantize=False, copied=False),
+        linear._fp8("packed, tall", 5120, 512, quantize=False, copied=False),
+        linear._grouped("packed", 3, 256, 512, False),
+        linear._grouped("packed, rounded", 8, 64, 4096, True),
+        *turned(),
+        quantize._random("act8", _BF16, 5120),
+        router._case("published", 384, 6, 5120, 1.0),
+        dataclasses.replace(router._case("published", 384, 6, 5120, 1.0), op="route_rounded"),
+        hyper._mix("published", 4, 5120, _BF16),
+        sites._case("published", 4, 5120, _BF16),
+        sites._case("published", 4, 5120, _BF16, op="hyper_site_rounded"),
+    ]
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Copy arguments to a device, padding of strided tensors poisoned."""
+    if isinstance(value, Tensor):
+        if not value.numel() or not all(s > 0 for s in value.stride()):
+            return value.to(device, copy=True)
+        span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+        fill = 0xFF if value.dtype.is_floating_point else 0x7F
+        held = torch.full((span * value.element_size() + 64,), fill, dtype=torch.uint8)
+        flat = held[: span * value.element_size()].view(value.dtype)
+        flat.as_strided(value.shape, value.stride()).copy_(value)
+        there = held.to(device)[: span * value.element_size()].view(value.dtype)
+        return there.as_strided(value.shape, value.stride())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value) if f.init]
+        return dataclasses.replace(value, **{n: moved(getattr(value, n), device) for n in names})
+    if isinstance(value, tuple):
+        parts = [moved(part, device) for part in value]
+        return value._make(parts) if hasattr(value, "_make") else tuple(parts)
+    return value
+
+
+def poison() -> None:
+    """Fill what kernels are handed to write with bytes that no result holds."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def empty(*args: Any, **kwargs: Any) -> Tensor:
+            out = make(*args, **kwargs)
+            if out.numel() and out.is_contiguous():
+                out.view(-1).view(torch.uint8).fill_(0xA5)
+            return out
+
+        return empty
+
+    torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
+    Tensor.new_empty = poisoned(Tensor.new_empty)  # type: ignore[method-assign]
+
+
+def tensors(result: object) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
+
+
+def problem(tolerance: float, got: Tensor, want: Tensor) -> str:
+    """Say what is wrong with a result against the reference's, "" = nothing."""
+    if got.shape != want.shape:
+        return f"{tuple(got.shape)}, not {tuple(want.shape)}"
+    if not want.numel():
+        return ""
+    if not want.dtype.is_floating_point or tolerance == 0.0:
+        wrong = int((got != want).sum())
+        return f"{wrong} of {want.numel()} values differ" if wrong else ""
+    narrow = got.dtype if got.dtype != torch.float32 else want.dtype
+    got, exact = got.float(), want.double()
+    finite = exact.isfinite()
+    if not torch.equal(got[~finite], want.float()[~finite]):
+        return "other infinities"
+    got, exact = got[finite], exact[finite]
+    if not exact.numel():
+        return ""
+    step = torch.finfo(narrow).eps * exact.abs() if narrow != torch.float32 else 0.0
+    error = float(((got.double() - exact).abs() - step).nan_to_num(1e30, posinf=1e30).max())
+    allowed = 4 * tolerance * float(exact.square().mean().sqrt())
+    return "" if error <= allowed else f"error {error:.2e}, allowed {allowed:.2e}"
+
+
+def subsets(rows: int) -> Iterator[Tensor]:
+    """Rows to run without the others."""
+    for kept in ([0], [2, 6], list(range(1, 7)), [64], [128], list(range(33, 80))):
+        if kept[-1] < rows:
+            yield torch.tensor(kept)
+
+
+def calls_of_ours() -> list[str]:
+    """Count the launches of CUDA sources from now on: their names come into the list."""
+    seen: list[str] = []
+    plain = nvcc.call
+
+    def call(library: Any, name: str, *arguments: Any) -> None:
+        seen.append(name)
+        plain(library, name, *arguments)
+
+    nvcc.call = call
+    return seen
+
+
+def tried(
+    case: Case, line: Implementation, device: torch.device, seen: list[str], rows: int
+) -> list[str]:
+    """Return what is wrong with an implementation, errors among it."""
+    try:
+        return list(check(case, line, device, seen, rows))
+    except Exception as error:
+        if "CUDA error" in str(error):  # nothing after it can be believed
+            raise
+        return [f"{case.name}, {rows} rows: {type(error).__name__} {str(error)[:120]}"]
+
+
+@lru_cache(maxsize=2)
+def wanted(case: Case, rows: int) -> tuple[Arguments, list[Tensor]]:
+    """Return arguments and what the reference makes of them."""
+    arguments = case.build(rows, torch.Generator().manual_seed(rows))
+    return arguments, tensors(_PUBLIC[case.op](*moved(arguments, torch.device("cpu"))))
+
+
+def check(
+    case: Case, line: Implementation, device: torch.device, seen: list[str], rows: int
+) -> Iterator[str]:
+    """Run one case; yield what is wrong."""
+    public = _PUBLIC[case.op]
+    arguments, want = wanted(case, rows)
+
+    def run(line: Implementation, given: Arguments) -> list[Tensor]:
+        impl = getattr(import_module(f"deepinfer.kernels.{line.module}"), case.op)
+        found = tensors(public(*moved(given, device), impl=impl))
+        return [part.cpu() for part in found]
+
+    seen.clear()
+    got = run(line, arguments)
+    least = _LOOSER.get(line.name, _SUMS if line.needs == "nvcc" else 0.0)
+    tolerance = max(case.tolerance, least) if case.tolerance else 0.0
+    for place, (mine, right) in enumerate(zip(got, want, strict=True)):
+        text = problem(tolerance, mine, right)
+        if text:
+            yield f"{case.name}, {rows} rows, result {place}: {text}"
+    meant = line.needs == "nvcc" and line.name != COPIES  # cuBLAS has many rows there
+    if rows and meant and case.name.startswith(("published", "packed")) and not seen:
+        yield f"{case.name}, {rows} rows: another implementation ran"
+    for kept in subsets(rows) if line.invariant else ():
+        alone = run(line, case.select(arguments, kept))
+        if not all(torch.equal(a, g[kept]) for a, g in zip(alone, got, strict=True)):
+            yield f"{case.name}: rows {kept[:3].tolist()} of {rows} have other bits alone"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("pattern", nargs="?", default="")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--few", action="store_true", help="cases of the released dimensions alone")
+    asked = parser.parse_args(argv)
+    picked = pick_device(asked.device)
+    device, arch = picked.torch_device, picked.capability.arch
+    torch.set_num_threads(4)
+    poison()
+    seen = calls_of_ours()
+    plain = [] if asked.few else [case for case in all_cases() if not case.large]
+    told: dict[tuple[str, str], list[str]] = {}
+    count, begin = 0, time.perf_counter()
+    for case in [*plain, *released()]:
+        lines = [
+            line
+            for line in TABLE[case.op]
+            if ((line.archs and arch in line.archs) or line.name == "reference")
+            and (not line.needs or is_usable(line.needs))
+            and (line.chosen or line.needs == "nvcc")
+            and re.search(asked.pattern, f"{case.op}/{line.name}")
+        ]
+        for line in lines:
+            told.setdefault((case.op, line.name), [])
+        for rows in (*ROWS, *_MORE.get(case.op, ())) if lines else ():
+            count += len(lines)
+            with torch.inference_mode():
+                for line in lines:
+                    told[case.op, line.name] += tried(case, line, device, seen, rows)
+    for (op, name), problems in told.items():
+        print(f"{op}/{name}", "; ".join(problems[:4]) if problems else "ok", flush=True)
+    bad = sum(map(bool, told.values()))
+    spent = time.perf_counter() - begin
+    print(f"{len(told)} implementations, {count} runs, bad: {bad}, {spent:.0f} s")
+    return int(bad > 0 or not told)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

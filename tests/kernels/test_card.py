@@ -1,0 +1,39 @@
+"""Every implementation of the card that is there; and that the program which tells finds errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.kernels import card_run
+
+from deepinfer.kernels.table import TABLE
+
+PROGRAM = Path(card_run.__file__)
+
+
+@pytest.mark.gpu
+def test_implementations_equal_the_reference_and_rows_their_batch() -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_every_source_has_a_case_of_the_released_dimensions() -> None:
+    cased = {case.op for case in card_run.released()}
+    assert {op for op, lines in TABLE.items() if any(e.needs == "nvcc" for e in lines)} <= cased
+
+
+def test_wrong_values_unwritten_ones_and_shapes_are_told() -> None:
+    right = torch.linspace(-2.0, 2.0, 64, dtype=torch.bfloat16)
+    near = torch.nextafter(right, torch.ones_like(right))
+    assert card_run.problem(1e-4, near, right) == ""
+    for wrong in (right * 1.1, torch.full_like(right, torch.nan), right.masked_fill(right > 1, 9)):
+        assert "error" in card_run.problem(1e-4, wrong, right)
+    assert "64 of 64" in card_run.problem(0.0, right + 1, right)
+    assert "infinities" in card_run.problem(1e-4, right, right.masked_fill(right > 1, torch.inf))
+    assert "(32,)" in card_run.problem(1e-4, right[:32], right)
