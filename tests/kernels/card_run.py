@@ -189,11 +189,16 @@ def calls_of_ours() -> list[str]:
 
 
 def tried(
-    case: Case, line: Implementation, device: torch.device, seen: list[str], rows: int
+    case: Case,
+    line: Implementation,
+    device: torch.device,
+    seen: list[str],
+    rows: int,
+    alone: bool,
 ) -> list[str]:
     """Return what is wrong with an implementation, errors among it."""
     try:
-        return list(check(case, line, device, seen, rows))
+        return list(check(case, line, device, seen, rows, alone))
     except Exception as error:
         if "CUDA error" in str(error):  # nothing after it can be believed
             raise
@@ -208,9 +213,14 @@ def wanted(case: Case, rows: int) -> tuple[Arguments, list[Tensor]]:
 
 
 def check(
-    case: Case, line: Implementation, device: torch.device, seen: list[str], rows: int
+    case: Case,
+    line: Implementation,
+    device: torch.device,
+    seen: list[str],
+    rows: int,
+    alone: bool,
 ) -> Iterator[str]:
-    """Run one case; yield what is wrong."""
+    """Run one case, then some of its rows without the others; yield what is wrong."""
     public = _PUBLIC[case.op]
     arguments, want = wanted(case, rows)
 
@@ -230,9 +240,9 @@ def check(
     meant = line.needs == "nvcc" and line.name != COPIES  # cuBLAS has many rows there
     if rows and meant and case.name.startswith(("published", "packed")) and not seen:
         yield f"{case.name}, {rows} rows: another implementation ran"
-    for kept in subsets(rows) if line.invariant else ():
-        alone = run(line, case.select(arguments, kept))
-        if not all(torch.equal(a, g[kept]) for a, g in zip(alone, got, strict=True)):
+    for kept in subsets(rows) if line.invariant and alone else ():
+        apart = run(line, case.select(arguments, kept))
+        if not all(torch.equal(a, g[kept]) for a, g in zip(apart, got, strict=True)):
             yield f"{case.name}: rows {kept[:3].tolist()} of {rows} have other bits alone"
 
 
@@ -241,6 +251,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("pattern", nargs="?", default="")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--few", action="store_true", help="cases of the released dimensions alone")
+    parser.add_argument("--once", action="store_true", help="no rows without their batch")
     asked = parser.parse_args(argv)
     picked = pick_device(asked.device)
     device, arch = picked.torch_device, picked.capability.arch
@@ -265,7 +276,9 @@ def main(argv: list[str]) -> int:
             count += len(lines)
             with torch.inference_mode():
                 for line in lines:
-                    told[case.op, line.name] += tried(case, line, device, seen, rows)
+                    told[case.op, line.name] += tried(
+                        case, line, device, seen, rows, not asked.once
+                    )
     for (op, name), problems in told.items():
         print(f"{op}/{name}", "; ".join(problems[:4]) if problems else "ok", flush=True)
     bad = sum(map(bool, told.values()))
