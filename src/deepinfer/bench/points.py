@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, Literal
@@ -22,7 +23,9 @@ from deepinfer.kernels.cases import Arguments, Case, all_cases
 from deepinfer.kernels.libraries import LIBRARIES, is_usable
 from deepinfer.kernels.table import TABLE, Implementation
 
-__all__ = ["Member", "Work", "clone_set", "list_members", "op_work", "stored_bytes"]
+__all__ = [
+    "Member", "Work", "clone_set", "list_members", "op_work", "shared_inputs", "stored_bytes",
+]  # fmt: skip
 
 Shape = Literal["small", "real"]
 
@@ -113,7 +116,9 @@ def list_members(
             found += [
                 _member(case, rows, line)
                 for line in TABLE[case.op]
-                if _runs(line, arch) and not {line.name, f"{case.op}/{line.name}"} & {*skip}
+                if _runs(line, arch)
+                and _takes(line, case)
+                and not {line.name, f"{case.op}/{line.name}"} & {*skip}
             ]
     if peers:
         from deepinfer.bench.peers import list_peers
@@ -143,6 +148,11 @@ def _runs(line: Implementation, arch: str) -> bool:
     if line.needs and not is_usable(line.needs):
         return False
     return not line.archs or arch in line.archs
+
+
+def _takes(line: Implementation, case: Case) -> bool:
+    """Whether an implementation does not refuse a case of real dimensions outright."""
+    return line.module != "linear.deepgemm" or not case.large or "scales of 128" in case.name
 
 
 def _task(case: Case) -> str:
@@ -178,23 +188,41 @@ def _built(line: Implementation, op: str) -> str:
     return f"{line.module}.{op}" if line.needs in LIBRARIES else ""
 
 
+_shared: list[dict[tuple[str, str, int], list[Arguments]]] = []
+
+
+@contextmanager
+def shared_inputs() -> Iterator[None]:
+    """Let implementations of a case take the same inputs inside: for timing."""
+    _shared.append({})
+    try:
+        yield
+    finally:
+        _shared.pop()
+
+
 def op_work(case: Case, rows: int, line: Implementation, device: torch.device) -> Work:
     """Prepare one implementation of an op on rotated inputs."""
     function = getattr(import_module(f"deepinfer.kernels.{line.module}"), case.op)
-    with torch.device(device):
-        arguments = case.build(rows, torch.Generator(device).manual_seed(_SEED))
+    held_sets = _shared[-1] if _shared else {}
+    sets = held_sets.setdefault((case.op, case.name, rows), [])
+    if not sets:
+        with torch.device(device):
+            sets.append(case.build(rows, torch.Generator(device).manual_seed(_SEED)))
+    arguments = sets[0]
     result = function(*arguments)
     moved = case.moved(arguments) if case.moved else stored_bytes(arguments) + stored_bytes(result)
     held = _storage_bytes(arguments)
     count = num_sets(int(moved), _most_bytes(device))
     count = max(1, min(count, _most_bytes(device) // max(held, 1)))
-    sets = [arguments, *(clone_set(arguments) for _ in range(count - 1))]
+    while len(sets) < count:
+        sets.append(clone_set(arguments))
 
     def call(at: Arguments) -> Call:
         return lambda: function(*at)
 
     return Work(
-        calls=[call(at) for at in sets],
+        calls=[call(at) for at in sets[:count]],
         flops=float(case.row_flops * rows),
         bytes=float(moved),
         check=lambda: _error(case, rows, function, arguments, device),
