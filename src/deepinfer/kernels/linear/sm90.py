@@ -13,7 +13,7 @@ from torch import Tensor
 from deepinfer.kernels.linear import triton
 from deepinfer.kernels.packed import dense
 from deepinfer.kernels.packed.kept import kept_fp8
-from deepinfer.kernels.quantize.triton import round_trip
+from deepinfer.kernels.quantize.sm90 import round_trip
 
 if TYPE_CHECKING:
     from deepinfer.kernels.linear import Fp8Weight
