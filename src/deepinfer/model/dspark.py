@@ -26,6 +26,7 @@ from deepinfer.model.fast.attention import (
     project_output,
     store_entries,
 )
+from deepinfer.model.fast.beside import Side
 from deepinfer.model.fast.block import Open, run_block, run_open, sites_of
 from deepinfer.model.fast.moe import serve_experts
 from deepinfer.model.fast.packing import pack_block, pack_linear
@@ -57,6 +58,7 @@ class DraftModel:
         self.numerics = numerics
         self.embed = embed
         self.head = head
+        self.side: Side | None = None
         last = f"mtp.{config.num_nextn_predict_layers - 1}"
         self.main_proj = loader.fp8("mtp.0.main_proj")
         self.main_norm = loader.norm("mtp.0.main_norm.weight")
@@ -133,7 +135,13 @@ class DraftModel:
         rotation = ops.cos_sin(rows, self._inv_freq)
         on_card = device.type != "cpu"  # its runner pads with slot 0
         step = Pass(
-            config, ops, self.numerics, {False: rotation}, None, live=live if on_card else None
+            config,
+            ops,
+            self.numerics,
+            {False: rotation},
+            None,
+            live=live if on_card else None,
+            side=self.side,
         )
         opened = Open(stream, pre)
         for i, block in enumerate(self.blocks):
@@ -244,9 +252,10 @@ class _AttendPages:
         """Attend x [S*B, C]."""
         step, weights = self._step, self._weights
         rotation = step.rotation[False]
-        _, q, _ = project(step, weights, x, rotation, (self._cache, self._own), rounded=rounded)
+        into = self._cache, self._own
+        _, queries, _ = project(step, weights, x, rotation, into, rounded=rounded)
         out = step.ops.paged_attention(
-            q,
+            queries(),
             self._cache,
             self._seen,
             None,
@@ -273,11 +282,11 @@ class _Attend:
         """Attend x [S*B, C]."""
         step, weights = self._step, self._weights
         rotation = step.rotation[False]
-        _, q, kv = project(step, weights, x, rotation, rounded=rounded)
+        _, queries, kv = project(step, weights, x, rotation, rounded=rounded)
         assert kv is not None
         own = step.act_quantized(kv, "act8").float()
         out = step.ops.sparse_attention(
-            q,
+            queries(),
             torch.cat([self._context, own]),
             self._index,
             None,

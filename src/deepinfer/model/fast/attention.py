@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,13 +39,16 @@ def project(
     into: Target | None = None,
     begin: Callable[[Tensor], None] | None = None,
     rounded: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    apart: bool = False,
+) -> tuple[Tensor, Callable[[], Tensor], Tensor | None]:
     """Return the query latent [T, rank], queries [T, H, D] and window entries [T, D] of x [T, C].
 
-    Queries and entries are rotated, entries not yet quantized; the latent is where ops fuse.
+    Queries and entries are rotated, entries not yet quantized; the latent is where ops fuse. What
+    stands for the queries makes or awaits them.
     into     store the entries here instead of returning them
     begin    called with the entries before the queries are made
     rounded  x rounded with ACT8, where that is done already
+    apart    queries are made beside what follows, where a step has branches
     """
     ops, config, quantize = step.ops, step.config, step.numerics.quantize
     given = (x, quantize) if rounded is None else (rounded, False)
@@ -63,9 +67,16 @@ def project(
             kv = None
     if kv is not None and begin is not None:
         begin(kv)
-    q = ops.fp8_linear(latent, weights.wq_b, quantize and not step.fuses)
-    q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
-    return latent, ops.rotate_tail(q, *rotation, reuse=True), kv
+
+    def queries() -> Tensor:
+        q = ops.fp8_linear(latent, weights.wq_b, quantize and not step.fuses)
+        q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
+        return ops.rotate_tail(q, *rotation, reuse=True)
+
+    if apart:
+        return latent, step.beside(queries), kv
+    made = queries()
+    return latent, lambda: made, kv
 
 
 def store_entries(
@@ -126,7 +137,14 @@ def attention(
         into = window, step.inputs.window_store
     context = step.inputs.context  # ranks that share the step: entries travel behind the queries
     begin = None if context is None else context.window.begin
-    latent, q, kv = project(step, weights, x, rotation, into, begin, rounded)
+    compressed = layer.kv_source is not None and layer.index_source is not None
+    compress: Callable[[], None] | None = None
+    if compressed and block.compressor is not None and not step.compressed:
+        compress = functools.partial(compress_step, step, layer, block.compressor, x)
+        if step.branches:
+            compress = step.beside(compress)
+    apart = compress is None and block.indexer is not None
+    latent, queries, kv = project(step, weights, x, rotation, into, begin, rounded, apart)
     if kv is not None and paged and step.inputs.decode:
         store_window(step, window, kv)
     elif kv is not None and paged:
@@ -135,12 +153,13 @@ def attention(
         window_kv, window_idx = read_window(step, window, kv)
     main_kv = main_idx = None
     if layer.kv_source is not None and layer.index_source is not None:
-        if block.compressor is not None and not step.compressed:
-            compress_step(step, layer, block.compressor, x)
+        if compress is not None:
+            compress()
         if block.indexer is not None:
             select(step, layer, block.indexer, latent, x)
         if not paged:
             main_kv, main_idx = gather_selected(step, layer.kv_source, layer.index_source)
+    q = queries()
     if paged:
         out = _attend_pages(step, layer, weights, q, window)
         return project_output(step, weights, out, rotation)

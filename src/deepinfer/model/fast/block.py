@@ -100,8 +100,9 @@ def run_open(
     """
     x, rounded, attn = begin(step, sites.attn, before, step.numerics.quantize)
     out = attend(x, rounded)
-    x, _, ffn = begin(step, sites.ffn, Open(attn.stream, attn.pre, out, attn.post, attn.comb))
-    out = moe(step, block.moe, x, num_active)
+    middle = Open(attn.stream, attn.pre, out, attn.post, attn.comb)
+    x, rounded, ffn = begin(step, sites.ffn, middle, step.numerics.quantize)
+    out = moe(step, block.moe, x, num_active, rounded)
     return Open(ffn.stream, ffn.pre, out, ffn.post, ffn.comb), attn.stream
 
 

@@ -26,6 +26,7 @@ from deepinfer.kernels.streams import mean_into, start_streams
 from deepinfer.kernels.table import COPIES, TABLE, W4A8
 from deepinfer.model.dspark import DraftModel
 from deepinfer.model.fast.attention import attention
+from deepinfer.model.fast.beside import Side
 from deepinfer.model.fast.block import Open, run_block, run_open, sites_of
 from deepinfer.model.fast.compressor import compress_step
 from deepinfer.model.fast.engram import EngramHash, add_engram
@@ -178,6 +179,7 @@ class FastModel:
         self.draft: DraftModel | None = None
         if with_drafts and config.num_nextn_predict_layers:
             self.draft = DraftModel(config, loader, ops, numerics, self.embed, self.head, lean)
+        self.side: Side | None = None
         self._inv_freq = {
             False: window_inv_freq(config).to(self.device),
             True: compressed_inv_freq(config).to(self.device),
@@ -331,6 +333,12 @@ class FastModel:
             if layer.engram_idx is not None and block.engram and block.engram.table:
                 block.engram.table.look_ahead(rows[layer.engram_idx])
 
+    def branch(self, on: bool) -> None:
+        """Let steps that are recorded from now on have branches, or not."""
+        self.side = Side(self.device) if on else None
+        if self.draft is not None:
+            self.draft.side = self.side
+
     def begin(self, most_rows: int) -> None:
         """Say how many rows the fullest rank has in what follows."""
         if self.ranks is not None:
@@ -466,4 +474,5 @@ class FastModel:
                 for ratio, part in inputs.ratios.items()
             },
             live=inputs.live,
+            side=self.side if inputs.decode and inputs.context is None else None,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,25 @@ from deepinfer.parallel.experts import LayerExperts, Pending
 __all__ = ["moe", "serve_experts"]
 
 
-def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
+def moe(
+    step: Pass, weights: MoeWeights, x: Tensor, num_active: int, rounded: Tensor | None = None
+) -> Tensor:
     """Run the experts on x [T, C]; returns [T, C].
 
+    rounded  x rounded with ACT8, where that is done already
     Rows are sorted by expert; each token's terms add up in fp32 in ascending expert order, the
     shared expert last.
     """
     ops, config, quantize = step.ops, step.config, step.numerics.quantize
     given = x, weights.gate, weights.bias, num_active, config.routed_scaling_factor
     quantized = x
-    if quantize and step.fuses:
+    shared: Callable[[], Tensor] | None = None
+    if rounded is not None:
+        quantized = rounded
+        if weights.ranks is None or step.branches:
+            shared = step.beside(lambda: _shared(step, weights, rounded))
+        chosen, weight = ops.route(*given)
+    elif quantize and step.fuses:
         chosen, weight, quantized = ops.route_rounded(*given)
     else:
         chosen, weight = ops.route(*given)
@@ -33,7 +44,7 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
     if weights.ranks is not None:
         if quantized is x:
             quantized = step.act_quantized(x, "act8")
-        return _ranked(step, weights, weights.ranks, quantized, chosen, weight)
+        return _ranked(step, weights, weights.ranks, quantized, chosen, weight, shared)
     held = weights.w2.codes.shape[0]
     whole = held == weights.bias.shape[0]
     if not whole:  # a slice of the experts stands for all; a row may take one of them twice
@@ -64,7 +75,8 @@ def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
         config.swiglu_limit,
         quantize,
     )
-    return combine(routed, groups.place, _shared(step, weights, quantized))
+    own = _shared(step, weights, quantized) if shared is None else shared()
+    return combine(routed, groups.place, own)
 
 
 def serve_experts(step: Pass, weights: MoeWeights, num_active: int) -> None:
@@ -86,16 +98,22 @@ def _ranked(
     quantized: Tensor,
     chosen: Tensor,
     weight: Tensor,
+    shared: Callable[[], Tensor] | None,
 ) -> Tensor:
     """Run experts that other ranks hold as well; the shared expert runs while rows travel.
+
+    shared  what it returns, where it runs already
 
     Every choice's row comes back unsummed, and the sum is that of one process. Rounding twice with
     ACT8 changes nothing, so a back end that rounds as it packs takes rounded rows, too.
     """
     pending, places = ranks.dispatch(quantized, chosen, weight, step.live)
-    shared = _shared(step, weights, quantized)
+    own = None if shared is not None else _shared(step, weights, quantized)
     terms = _serve(step, weights, ranks, pending)
-    return combine(terms.flatten(0, 1), places, shared)
+    if own is None and shared is not None:
+        own = shared()
+    assert own is not None
+    return combine(terms.flatten(0, 1), places, own)
 
 
 def _serve(step: Pass, weights: MoeWeights, ranks: LayerExperts, pending: Pending) -> Tensor:

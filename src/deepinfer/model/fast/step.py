@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +14,12 @@ from deepinfer.config import ModelConfig
 from deepinfer.kernels.index_score import IndexRounding
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.quantize import QuantFormat
+from deepinfer.model.fast.beside import Side
 from deepinfer.model.fast.inputs import ModelInputs
 
 __all__ = ["Numerics", "Pass", "Rotation", "Step"]
+
+T = TypeVar("T")
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each [T, R/2] fp32."""
@@ -44,6 +48,7 @@ class Pass:
     rotation  layers with compressed KV or without -> rotation of the rows
     trace     name -> one value per layer that produces it, None when nothing is traced
     live      [T] bool, rows whose experts run; None = all
+    side      where branches of the step run; None = it has none
     """
 
     config: ModelConfig
@@ -52,11 +57,24 @@ class Pass:
     rotation: dict[bool, Rotation]
     trace: MutableMapping[str, list[Tensor]] | None
     live: Tensor | None = field(default=None, kw_only=True)
+    side: Side | None = field(default=None, kw_only=True)
 
     def note(self, name: str, value: Tensor) -> None:
         """Keep one layer's value when the pass is traced."""
         if self.trace is not None:
             self.trace.setdefault(name, []).append(value.clone())
+
+    @property
+    def branches(self) -> bool:
+        """Whether the step has branches."""
+        return self.side is not None and self.side.runs
+
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Run work, beside what follows where the step has branches; the result waits for it."""
+        if self.side is not None and self.branches:
+            return self.side.run(work)
+        found = work()
+        return lambda: found
 
     @property
     def fuses(self) -> bool:
