@@ -147,6 +147,38 @@ struct Mma {
   }
 };
 
+inline void load_matrices(u32 at, u32* v) {
+  static std::map<const host::Block*, std::vector<u32>> all;
+  auto& rows = all[&host::block()];
+  rows.resize(1024);
+  const int self = host::thread(), warp = self / 32 * 32, lane = self % 32;
+  if (at % 16) std::abort();
+  rows[self] = at;
+  host::warp_wait();
+  for (int i = 0; i < 4; ++i)
+    std::memcpy(v + i, host::at(rows[warp + 8 * i + lane / 4]) + lane % 4 * 4, 4);
+  host::warp_wait();
+}
+inline void warp_product(float* d, const u32* a, u32 b0, u32 b1) {
+  static std::map<const host::Block*, std::vector<std::array<u32, 6>>> all;
+  auto& rows = all[&host::block()];
+  rows.resize(1024);
+  const int self = host::thread(), warp = self / 32 * 32, lane = self % 32;
+  rows[self] = {a[0], a[1], a[2], a[3], b0, b1};
+  host::warp_wait();
+  for (int i = 0; i < 4; ++i) {
+    const int n = lane % 4 * 2 + i % 2, low = i / 2;
+    float sum = 0;
+    for (int k = 0; k < 16; ++k) {
+      const u32 wide = rows[self / 4 * 4 + k % 8 / 2][low + 2 * (k / 8)];
+      const u32 thin = rows[warp + n * 4 + k % 8 / 2][4 + k / 8];
+      sum += bf16_value(wide >> (16 * (k % 2)) & 65535) * bf16_value(thin >> (16 * (k % 2)) & 65535);
+    }
+    d[i] += sum;
+  }
+  host::warp_wait();
+}
+
 struct TokenMap {
   const unsigned char* start;
   long long width, rows, row_bytes;
