@@ -56,20 +56,8 @@ _LOOSER: Final = {W4A8: 1e-2}
 """Implementation -> least tolerance; else a card's order of sums ..."""
 _SUMS: Final = 1e-4
 """... is granted this, relative to the RMS, besides one step of the result's type."""
-
-
-def turned() -> list[Case]:
-    """Rotations in place, and rounded behind."""
-    plain = rope._rotation("published", (64, 512), 64, _BF16)
-
-    def with_flags(name: str, reuse: bool, rounded: bool) -> Case:
-        def build(rows: int, generator: torch.Generator) -> Arguments:
-            x, cos, sin, inverse = plain.build(rows, generator)[:4]
-            return x, cos, sin, inverse, reuse, rounded
-
-        return dataclasses.replace(plain, name=name, build=build)
-
-    return [with_flags("published", True, False), with_flags("published, rounded", False, True)]
+_TURNED: Final = 1e-3
+"""Share of values that a last bit may turn to the other neighbour where a result is rounded."""
 
 
 def released() -> list[Case]:
@@ -94,7 +82,8 @@ def released() -> list[Case]:
         linear._fp8("packed, tall", 5120, 512, quantize=False, copied=False),
         linear._grouped("packed", 3, 256, 512, False),
         linear._grouped("packed, rounded", 8, 64, 4096, True),
-        *turned(),
+        rope._rotation("published, in place", (64, 512), 64, _BF16, reuse=True),
+        rope._rotation("published, rounded", (64, 512), 64, _BF16, True, quantize=True),
         quantize._random("act8", _BF16, 5120),
         router._case("published", 384, 6, 5120, 1.0),
         dataclasses.replace(router._case("published", 384, 6, 5120, 1.0), op="route_rounded"),
@@ -145,8 +134,11 @@ def tensors(result: object) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
 
 
-def problem(tolerance: float, got: Tensor, want: Tensor) -> str:
-    """Say what is wrong with a result against the reference's, "" = nothing."""
+def problem(tolerance: float, got: Tensor, want: Tensor, turned: float = 0.0) -> str:
+    """Say what is wrong with a result against the reference's, "" = nothing.
+
+    turned  share of values that may be rounded the other way to a coarse grid
+    """
     if got.shape != want.shape:
         return f"{tuple(got.shape)}, not {tuple(want.shape)}"
     if not want.numel():
@@ -163,8 +155,11 @@ def problem(tolerance: float, got: Tensor, want: Tensor) -> str:
     if not exact.numel():
         return ""
     step = torch.finfo(narrow).eps * exact.abs() if narrow != torch.float32 else 0.0
-    error = float(((got.double() - exact).abs() - step).nan_to_num(1e30, posinf=1e30).max())
+    gaps = ((got.double() - exact).abs() - step).nan_to_num(1e30, posinf=1e30)
     allowed = 4 * tolerance * float(exact.square().mean().sqrt())
+    if float((gaps > allowed).double().mean()) <= turned:
+        gaps = gaps - exact.abs() / 4  # a step of ACT8 and one more
+    error = float(gaps.max())
     return "" if error <= allowed else f"error {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -233,8 +228,9 @@ def check(
     got = run(line, arguments)
     least = _LOOSER.get(line.name, _SUMS if line.needs == "nvcc" else 0.0)
     tolerance = max(case.tolerance, least) if case.tolerance else 0.0
+    turned = _TURNED if "rounded" in f"{case.op} {case.name}" else 0.0
     for place, (mine, right) in enumerate(zip(got, want, strict=True)):
-        text = problem(tolerance, mine, right)
+        text = problem(tolerance, mine, right, turned)
         if text:
             yield f"{case.name}, {rows} rows, result {place}: {text}"
     meant = line.needs == "nvcc" and line.name != COPIES  # cuBLAS has many rows there

@@ -241,11 +241,11 @@ def _error(
     if not lines:
         return None
     reference = getattr(import_module(f"deepinfer.kernels.{lines[0].module}"), case.op)
-    got = _tensors(function(*arguments))
     count = min(rows, _CHECKED_ROWS)
     with torch.device(device):
         index = torch.arange(count) * rows // count
-        exact = case.select(arguments, index)
+        exact = case.select(arguments, index)  # first: some write over what they are given
+    got = _tensors(function(*arguments))
     wide = tuple(
         v.float() if isinstance(v, Tensor) and v.dtype == torch.bfloat16 else v for v in exact
     )
