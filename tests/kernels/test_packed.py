@@ -17,6 +17,7 @@ from deepinfer.kernels.expert_linear import Fp4Weight
 from deepinfer.kernels.expert_linear.packed import experts as packed_experts
 from deepinfer.kernels.expert_linear.reference import dequantize_rows, swiglu
 from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, run
+from deepinfer.kernels.packed import experts as chain
 from deepinfer.kernels.packed.kept import _kept, kept_fp4, kept_fp8, repack_fp4
 from deepinfer.kernels.packed.run import SOURCE, in_order, launches
 from deepinfer.kernels.quantize import act8, act8_values, decode_ue8m0
@@ -148,18 +149,18 @@ def test_tokens_are_folded_and_gated(library: ctypes.CDLL, seed: int) -> None:
     x[1] *= 1e-6  # the least scale
     x[2, 5] = 448 * 4  # a scale's border
     codes, scale = torch.empty(3, 768, dtype=torch.uint8), torch.empty(3)
-    call(library, "fold", x, codes, scale, None, None, 3, 0, 768, 768)
+    call(library, "fold", x, codes, scale, None, None, 3, 0, 768, 768, None, 0)
     _, exponents = act8(x.float().abs().amax(1, keepdim=True).expand(3, 32).contiguous())
     assert torch.equal(scale, decode_ue8m0(exponents).flatten())
     kept = (x.float() / scale[:, None]).to(torch.float8_e4m3fn)
     assert torch.equal(codes, kept.view(torch.uint8))
     source, offsets = torch.tensor([2, 0, 7]), torch.tensor([0, 2])
     taken, factor = torch.empty_like(codes), torch.empty(3)
-    call(library, "fold", x, taken, factor, source, offsets, 3, 1, 768, 768)
+    call(library, "fold", x, taken, factor, source, offsets, 3, 1, 768, 768, None, 0)
     assert torch.equal(taken[:2], codes[source[:2]])
     assert torch.equal(factor[:2], scale[source[:2]])
     rows = torch.full_like(x, torch.nan)
-    call(library, "gather", x, rows, source, offsets, 3, 1, 768, 768)
+    call(library, "gather", x, rows, source, offsets, 3, 1, 768, 768, None, 0)
     assert torch.equal(rows[:2], x[source[:2]]) and rows[2].isnan().all()
 
     weight, offsets = torch.rand(3, generator=generator), torch.tensor([0, 1, 2])
@@ -171,7 +172,7 @@ def test_tokens_are_folded_and_gated(library: ctypes.CDLL, seed: int) -> None:
         assert torch.equal(out[:2], wanted[quantize][:2]) and out[2].isnan().all()
     codes, again = torch.empty(3, 256, dtype=torch.uint8), torch.empty(3, 256, dtype=torch.uint8)
     call(library, "gate", gate_up, weight, codes, scale, offsets, 3, 2, 256, 10.0, 1, 1)
-    call(library, "fold", wanted[0], again, torch.empty(3), None, None, 3, 0, 256, 256)
+    call(library, "fold", wanted[0], again, torch.empty(3), None, None, 3, 0, 256, 256, None, 0)
     assert torch.equal(codes[:2], again[:2])
 
 
@@ -207,6 +208,41 @@ def test_a_chain_of_many_rows_reads_them_in_order(
     assert (out.double() - exact).norm() / exact.norm() < (
         5e-3 if decoded is Decoded.FP4_BF16 else 2e-2
     )
+
+
+CHAINS = [name for table in chain.SCHEDULES.values() for _, name in table]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_one_launch_of_both_products_has_the_bits_of_two(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
+) -> None:
+    """Three blocks at once take tiles from a counter, in poisoned memory."""
+
+    def host(_: object, name: str, __: object, *arguments: Tensor | float | None) -> None:
+        call(library, name, *arguments)
+
+    monkeypatch.setattr(nvcc, "load", lambda source: library)
+    monkeypatch.setattr(nvcc, "call", host)
+    for module, function in ((nvcc, "processors"), (run, "_programs")):
+        monkeypatch.setattr(module, function, lambda device: 3)
+    generator, counts = torch.Generator().manual_seed(seed), [0, 9, 1, 3]
+    decoded = Decoded.FP4_E4M3 if name.startswith("fp8") else Decoded.FP4_BF16
+    first, second = (pack_fp4(*draw(generator, 4, n, 256), decoded) for n in (512, 256))
+    x = act8_values(torch.randn(5, 256, generator=generator).bfloat16()).bfloat16()
+    rows = torch.randint(0, 5, (15,), generator=generator)
+    rows[13:] = 1 << 40  # left out
+    offsets, weight = torch.tensor([0, *counts]).cumsum(0), torch.rand(15, generator=generator)
+    given = x, rows, offsets, weight, first, second, 10.0, True
+    assert chain.takes(first, second)
+    two = packed_experts(*given)[:13]
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert torch.equal(chain.experts(*given, name=name)[:13], two)
+
+
+def poisoned(*size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    value = torch.nan if dtype.is_floating_point else 127
+    return torch.full(size, value, dtype=dtype, device=device)
 
 
 def test_scales_too_far_apart_are_refused(seed: int) -> None:

@@ -21,7 +21,11 @@ enum Format { FP4_AS_FP8 = 0, FP4_AS_BF16 = 1 };
 // them streams weights. OWN: one thread streams weights alone, 96 others copy tokens, readers fence.
 // FEW: as OWN, and products are those of single warps, with the same bits: faster for up to 8 tokens.
 // BOXED: one thread brings weights and tokens, rows of x side by side, one box for each atom.
-enum Way { TOGETHER = 0, OWN = 1, FEW = 2, BOXED = 3 };
+// FEW_BOXED: both.
+enum Way { TOGETHER = 0, OWN = 1, FEW = 2, BOXED = 3, FEW_BOXED = 4 };
+
+// When sums of e4m3 products leave the tensor unit, whose accumulator keeps fewer bits than fp32.
+enum Promote { NEVER = 0, EACH_128 = 1, EACH_256 = 2 };
 
 // Of one packed block, 64 rows by 64 inputs: bytes of its codes, and with its scales.
 constexpr int CODES = 2048, BLOCK = CODES + 128;
@@ -48,33 +52,38 @@ struct Args {
 // ---- the kernel ----------------------------------------------------------------------------------
 
 // GROUPS consumer warpgroups of TILES 64-row tiles (256 rows in all), at most TOKENS tokens a tile,
-// STAGES stages of BLOCKS 64-wide K blocks. PROMOTE: e4m3 partial sums of 128 inputs leave the tensor
-// unit, whose accumulator keeps fewer bits than fp32.
-template <int FORMAT, int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, bool PROMOTE,
-          int WAY = TOGETHER>
+// STAGES stages of BLOCKS 64-wide K blocks. AHEAD: products are asked for before the ones before them
+// are done (EACH_256 does it anyway).
+template <int FORMAT, int GROUPS_, int TILES, int TOKENS_, int BLOCKS, int STAGES_, int PROMOTE,
+          int WAY = TOGETHER, bool AHEAD = false>
 struct Kernel {
+  static constexpr int GROUPS = GROUPS_, TOKENS = TOKENS_, STAGES = STAGES_;
+  static constexpr bool BOXES = WAY == BOXED || WAY == FEW_BOXED;
+  static constexpr bool SINGLE = WAY == FEW || WAY == FEW_BOXED;
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
   static_assert(PARTS == 4, "a packed run of 256 rows");
   static constexpr bool FP8 = FORMAT == FP4_AS_FP8;
-  static_assert(WAY != FEW || !FP8, "single warps multiply bf16");
+  static_assert(!SINGLE || !FP8, "single warps multiply bf16");
   static constexpr int ATOMS = FP8 ? BLOCKS / 2 : BLOCKS;  // 128-byte columns of tokens in a stage
   static constexpr int UNITS = ATOMS * TILES;              // steps of 4 instructions in a stage
   static constexpr int COPY = PARTS * BLOCK;
   static constexpr int WEIGHT_BYTES = BLOCKS * COPY;
   static constexpr int TOKEN_BYTES = ATOMS * TOKENS * 128;
-  static_assert(WAY != FEW || ATOMS % 2 == 0, "codes of two atoms in turn");
+  static_assert(!SINGLE || ATOMS % 2 == 0, "codes of two atoms in turn");
+  static_assert(PROMOTE != EACH_256 || ATOMS == 2, "a stage of 256 inputs");
+  static_assert(!AHEAD || !FP8, "of bf16");
   static constexpr int MAX_EXPERTS = 512;
   static constexpr int THREADS = 128 * (GROUPS + 1);
   static constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;
   static constexpr int SHARED = STAGES * (WEIGHT_BYTES + TOKEN_BYTES) + GROUPS * CHUNK * 128 +
-                                16 * STAGES + 4 * (MAX_EXPERTS + 1) + 1024 + 64;
-  static constexpr int BOX = WAY == BOXED ? TOKENS : 0;  // rows of a box
-  static constexpr int CONSUMER_REGS = GROUPS == 4 ? 112 : WAY == BOXED ? 240 : 232;
-  static constexpr int PRODUCER_REGS = GROUPS == 4 ? 32 : WAY == BOXED ? 24 : 40;
+                                20 * STAGES + 4 * (MAX_EXPERTS + 1) + 1024 + 64;
+  static constexpr int BOX = BOXES ? TOKENS : 0;  // rows of a box
+  static constexpr int CONSUMER_REGS = GROUPS == 4 ? 112 : BOXES ? 240 : 232;
+  static constexpr int PRODUCER_REGS = GROUPS == 4 ? 32 : BOXES ? 24 : 40;
 
-  struct Place {  // of a tile: expert, first output, first row, number of rows
-    int expert, output, row, rows;
+  struct Place {  // of a tile: expert, first output, first row, number of rows, which tile of tokens
+    int expert, output, row, rows, tokens;
   };
 
   static __device__ Place locate(const Args& a, const int* first, int tile) {
@@ -94,8 +103,14 @@ struct Kernel {
     p.output = rest / tiles * HEIGHT;
     p.row = begin + part * share;
     p.rows = max(0, min(share, count - part * share));
+    p.tokens = first[expert] + part;
     return p;
   }
+
+  struct Work {
+    const Args& a;
+    Place p;
+  };
 
   struct Ring {
     int stage = 0;
@@ -118,8 +133,9 @@ struct Kernel {
     return a.weight + blocks * BLOCK;
   }
 
-  static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy) {
-    barrier_expect(bar, WEIGHT_BYTES + (WAY == BOXED ? TOKEN_BYTES : 0));
+  static __device__ void fetch(const unsigned char* w, int step, u32 target, u32 bar, u64 policy,
+                               int token_bytes = 0) {
+    barrier_expect(bar, WEIGHT_BYTES + token_bytes);
     bulk_copy(target, w + size_t(step) * WEIGHT_BYTES, WEIGHT_BYTES, bar, policy);
   }
 
@@ -222,7 +238,7 @@ struct Kernel {
       for (int step = 0; step < steps; ++step) {
         barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
         const u32 bar = full + 8 * ring.stage, to = tokens + ring.stage * TOKEN_BYTES;
-        fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy);
+        fetch(w, step, weights + ring.stage * WEIGHT_BYTES, bar, policy, TOKEN_BYTES);
 #pragma unroll
         for (int atom = 0; atom < ATOMS; ++atom)
           copy_tokens(to + atom * (TOKENS * 128), map, (step * ATOMS + atom) * 128, p.row, bar);
@@ -276,7 +292,7 @@ struct Kernel {
   template <int N>
   struct Sums {
     float done[TILES][N / 2];
-    float part[FP8 && PROMOTE ? N / 2 : 1];
+    float part[FP8 && PROMOTE != NEVER ? N / 2 : 1];
   };
 
   static __device__ u32 block_of(u32 weights, int atom, int tile) {
@@ -307,7 +323,7 @@ struct Kernel {
     const u32 release = stage.empty;
     keep_in_place(now);
     group_fence();
-    if constexpr (FP8 && PROMOTE) {
+    if constexpr (FP8 && PROMOTE != NEVER) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.part, now + 4 * k, b + 2 * k, k != 0);
     } else {
@@ -327,7 +343,7 @@ struct Kernel {
     }
     keep_in_place(then);
     group_wait();
-    if constexpr (FP8 && PROMOTE) {
+    if constexpr (FP8 && PROMOTE != NEVER) {
       keep_in_place(sums.part);
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.done[tile][i] += sums.part[i];
@@ -337,8 +353,77 @@ struct Kernel {
       unit<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full, empty);
   }
 
-  template <int N>
-  static __device__ void multiply(const Args& a, const Place& p, Ring& ring, u32 tokens, u32 weights,
+  // AHEAD: a unit is asked for before the one before it is done; that one's stage is free then.
+  template <int N, int UNIT>
+  static __device__ void unit_ahead(Sums<N>& sums, u32 (&now)[16], u32 (&then)[16], Stage& stage,
+                                    u32& held, bool more, Ring& ring, u32 pair_bytes, u32 tokens,
+                                    u32 weights, u32 full, u32 empty) {
+    constexpr int atom = UNIT / TILES, tile = UNIT % TILES;
+    const u64 b = describe(stage.tokens + atom * (TOKENS * 128));
+    keep_in_place(now);
+    group_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.done[tile], now + 4 * k, b + 2 * k, 1);
+    group_commit();
+    group_but_one_wait();
+    keep_in_place(then);
+    if (UNIT == 0) {
+      if (held && (threadIdx.x & 31) == 0) barrier_arrive(held);
+      held = stage.empty;
+    }
+    if constexpr (UNIT + 1 < UNITS) {
+      if (pair_bytes)
+        decode(block_of(stage.weights, (UNIT + 1) / TILES, (UNIT + 1) % TILES), pair_bytes, then);
+      unit_ahead<N, UNIT + 1>(sums, then, now, stage, held, more, ring, pair_bytes, tokens, weights,
+                              full, empty);
+    } else if (more) {
+      stage = enter(ring, tokens, weights, full, empty);
+      decode(block_of(stage.weights, 0, 0), pair_bytes, then);
+    }
+  }
+
+  // EACH_256: all units of a stage, two of a tile in flight, the next tile decoded meanwhile.
+  template <int N, int TILE>
+  static __device__ void pairs(Sums<N>& sums, u32 (&even)[16], u32 (&odd)[16], Stage& stage, bool more,
+                               Ring& ring, u32 pair_bytes, u32 tokens, u32 weights, u32 full,
+                               u32 empty) {
+    const u64 b = describe(stage.tokens), c = describe(stage.tokens + TOKENS * 128);
+    const u32 release = stage.empty;
+    keep_in_place(even);
+    group_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.part, even + 4 * k, b + 2 * k, k != 0);
+    group_commit();
+    if (pair_bytes) decode(block_of(stage.weights, 1, TILE), pair_bytes, odd);
+    keep_in_place(odd);
+    group_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.part, odd + 4 * k, c + 2 * k, 1);
+    group_commit();
+    group_but_one_wait();
+    keep_in_place(even);
+    if constexpr (TILE + 1 < TILES) {
+      if (pair_bytes) decode(block_of(stage.weights, 0, TILE + 1), pair_bytes, even);
+    } else {
+      if (more) {
+        stage = enter(ring, tokens, weights, full, empty);
+        decode(block_of(stage.weights, 0, 0), pair_bytes, even);
+      }
+    }
+    keep_in_place(even);
+    group_wait();
+    keep_in_place(sums.part);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sums.done[TILE][i] += sums.part[i];
+    if constexpr (TILE + 1 < TILES)
+      pairs<N, TILE + 1>(sums, even, odd, stage, more, ring, pair_bytes, tokens, weights, full, empty);
+    else if ((threadIdx.x & 31) == 0)
+      barrier_arrive(release);
+  }
+
+  // where(): what the tile is of, asked for again where its sums are stored.
+  template <int N, class Where>
+  static __device__ void multiply(int steps, const Where& where, Ring& ring, u32 tokens, u32 weights,
                                   u32 full, u32 empty, unsigned char* staging) {
     Sums<N> sums;
 #pragma unroll
@@ -346,13 +431,33 @@ struct Kernel {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.done[m][i] = 0.f;
     const u32 pair_bytes = load4(full - 16);
-    const int steps = steps_of(a);
     Stage stage = enter(ring, tokens, weights, full, empty);
-    if constexpr (WAY == FEW) {
+    if constexpr (SINGLE) {
       multiply_few(sums, stage, steps, pair_bytes, ring, tokens, weights, full, empty);
     } else {
       u32 even[16], odd[16];
       decode(block_of(stage.weights, 0, 0), pair_bytes, even);
+      if constexpr (PROMOTE == EACH_256) {
+#pragma unroll 1
+        for (int left = steps - 1; left >= 0; --left)
+          pairs<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
+        store<N>(where(), sums, staging);
+        return;
+      }
+      if constexpr (AHEAD) {
+        static_assert(UNITS % 2 == 0, "units in turn");
+        u32 held = 0;
+#pragma unroll 1
+        for (int left = steps - 1; left >= 0; --left)
+          unit_ahead<N, 0>(sums, even, odd, stage, held, left > 0, ring, pair_bytes, tokens, weights,
+                           full, empty);
+        group_wait();
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) keep_in_place(sums.done[m]);
+        if ((threadIdx.x & 31) == 0) barrier_arrive(held);
+        store<N>(where(), sums, staging);
+        return;
+      }
 #pragma unroll 1
       for (int left = steps - 1; left >= 0; --left) {
         unit<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
@@ -362,7 +467,7 @@ struct Kernel {
         }
       }
     }
-    store<N>(a, p, sums, staging);
+    store<N>(where(), sums, staging);
   }
 
   // FEW: every warp multiplies its 16 rows of each tile, an atom of 64 inputs at a time, and decodes
@@ -408,7 +513,9 @@ struct Kernel {
 
   // Partial sums into shared memory, over the ring, which has been read.
   template <int N>
-  static __device__ void store(const Args& a, const Place& p, Sums<N>& sums, unsigned char* staging) {
+  static __device__ void store(const Work& work, Sums<N>& sums, unsigned char* staging) {
+    const Args& a = work.a;
+    const Place& p = work.p;
     const int group = threadIdx.x / 128 - 1, t = threadIdx.x & 127, warp = t >> 5, lane = t & 31;
     const u32 base = address(staging) + group * (CHUNK * 128);
 #pragma unroll
@@ -427,8 +534,8 @@ struct Kernel {
           float s0 = 1.f, s1 = 1.f;
           if constexpr (FP8) {
             const int column = start + 8 * j + (lane & 3) * 2, end = p.rows - 1;
-            s0 = __ldg(a.token_scale + row_of(a, p.row + min(column, end)));
-            s1 = __ldg(a.token_scale + row_of(a, p.row + min(column + 1, end)));
+            s0 = load_written(a.token_scale + row_of(a, p.row + min(column, end)));
+            s1 = load_written(a.token_scale + row_of(a, p.row + min(column + 1, end)));
           }
           const u32 r0 = pack_bf16(v[0] * upper * s0, v[1] * upper * s1);
           const u32 r1 = pack_bf16(v[2] * lower * s0, v[3] * lower * s1);
@@ -466,18 +573,27 @@ struct Kernel {
     return raw + ((1024 - (address(raw) & 1023)) & 1023);
   }
 
-  static __device__ void run(const Args& a, const TokenMap& map) {
-    unsigned char* tokens = ring_memory();
-    unsigned char* weights = tokens + STAGES * TOKEN_BYTES;
-    unsigned char* staging = weights + STAGES * WEIGHT_BYTES;
-    unsigned char* bars = staging + GROUPS * CHUNK * 128 + 16;  // behind a constant of the decoder
-    int* first = reinterpret_cast<int*>(bars + 16 * STAGES);
-    const u32 full = address(bars), empty = full + 8 * STAGES;
+  struct Room {  // where things lie in shared memory
+    unsigned char *tokens, *weights, *staging;
+    int* first;
+    u32 full, empty, slots;
+  };
+
+  // Prepare shared memory, wait for the kernel before, count the tiles of tokens before each expert.
+  static __device__ Room begin(const Args& a) {
+    Room r;
+    r.tokens = ring_memory();
+    r.weights = r.tokens + STAGES * TOKEN_BYTES;
+    r.staging = r.weights + STAGES * WEIGHT_BYTES;
+    unsigned char* bars = r.staging + GROUPS * CHUNK * 128 + 16;  // behind a constant of the decoder
+    r.full = address(bars), r.empty = r.full + 8 * STAGES, r.slots = r.full + 16 * STAGES;
+    r.first = reinterpret_cast<int*>(bars + 20 * STAGES);
+    int* first = r.first;
     if (threadIdx.x == 0) {
       *reinterpret_cast<u32*>(bars - 16) = PAIR_BYTES;
       for (int i = 0; i < STAGES; ++i) {
-        barrier_init(full + 8 * i, WAY == TOGETHER ? 129 : WAY == BOXED ? 1 : 1 + 96);
-        barrier_init(empty + 8 * i, 4 * GROUPS);
+        barrier_init(r.full + 8 * i, WAY == TOGETHER ? 129 : BOXES ? 1 : 1 + 96);
+        barrier_init(r.empty + 8 * i, 4 * GROUPS);
       }
       barriers_ready();
     }
@@ -503,39 +619,54 @@ struct Kernel {
     }
     __syncthreads();
     next_kernel_may_start();
+    return r;
+  }
+
+  // The smallest instruction that takes all rows of a tile.
+  template <class Where>
+  static __device__ void multiply_tile(const Where& where, Ring& ring, const Room& room) {
+    const Work work = where();
+    const int rows = work.p.rows, steps = steps_of(work.a);
+    const u32 x = address(room.tokens), w = address(room.weights);
+    const auto with = [&](auto n) {
+      multiply<decltype(n)::value>(steps, where, ring, x, w, room.full, room.empty, room.staging);
+    };
+    if constexpr (TOKENS <= 32)
+      fitting<TOKENS, 8, 16, 24, 32>(rows, with);
+    else if constexpr (TOKENS == 48)
+      fitting<TOKENS, 8, 16, 24, 32, 40, 48>(rows, with);
+    else if constexpr (TOKENS == 64)
+      fitting<TOKENS, 16, 32, 48, 64>(rows, with);
+    else if constexpr (BOXES)
+      fitting<TOKENS, 96, 104, 112, 120, 128, 136>(rows, with);
+    else
+      with(Number<TOKENS>());
+  }
+
+  static __device__ void run(const Args& a, const TokenMap& map) {
+    const Room room = begin(a);
+    const int* first = room.first;
+    const u32 tokens = address(room.tokens), weights = address(room.weights);
+    const u32 full = room.full, empty = room.empty;
     const int total = first[a.experts] * (a.outputs / HEIGHT);
     if (threadIdx.x < 128) {
       fewer_registers<PRODUCER_REGS>();
       if constexpr (WAY == TOGETHER) {
-        produce(a, first, total, address(tokens), address(weights), full, empty);
-      } else if constexpr (WAY == BOXED) {
+        produce(a, first, total, tokens, weights, full, empty);
+      } else if constexpr (BOXES) {
         if (threadIdx.x < 32)
-          produce_boxes(a, map, first, total, address(tokens), address(weights), full, empty);
+          produce_boxes(a, map, first, total, tokens, weights, full, empty);
       } else if (threadIdx.x < 32) {
-        produce_weights(a, first, total, address(weights), full, empty);
+        produce_weights(a, first, total, weights, full, empty);
       } else {
-        produce_tokens(a, first, total, address(tokens), full, empty);
+        produce_tokens(a, first, total, tokens, full, empty);
       }
     } else {
       more_registers<CONSUMER_REGS>();
       Ring ring;
       for (int tile = blockIdx.x; tile < total; tile += gridDim.x) {
-        const Place p = locate(a, first, tile);
-        const u32 x = address(tokens), w = address(weights);
-        // The smallest instruction that takes all rows of the tile.
-        const auto with = [&](auto n) {
-          multiply<decltype(n)::value>(a, p, ring, x, w, full, empty, staging);
-        };
-        if constexpr (TOKENS <= 32)
-          fitting<TOKENS, 8, 16, 24, 32>(p.rows, with);
-        else if constexpr (TOKENS == 64 && WAY == FEW)
-          fitting<TOKENS, 8, 16, 24, 32, 40, 48, 56, 64>(p.rows, with);
-        else if constexpr (TOKENS == 64)
-          fitting<TOKENS, 16, 32, 48, 64>(p.rows, with);
-        else if constexpr ((WAY == OWN || WAY == BOXED) && !FP8)
-          fitting<TOKENS, 96, 104, 112, 120, 128, 136, 144>(p.rows, with);
-        else
-          multiply<TOKENS>(a, p, ring, x, w, full, empty, staging);
+        const Work work = {a, locate(a, first, tile)};
+        multiply_tile([&] { return work; }, ring, room);
       }
     }
   }

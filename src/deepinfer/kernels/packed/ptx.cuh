@@ -61,6 +61,9 @@ __device__ inline void group_commit() {
 __device__ inline void group_wait() {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
+__device__ inline void group_but_one_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
 __device__ inline uint4 load16(u32 at) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -104,6 +107,9 @@ __device__ inline void e4m3_values(u32 pair, float& low, float& high) {
       : "=f"(low), "=f"(high)
       : "r"(both));
 }
+// What another block may have written in this launch: never by way of the first-level cache.
+__device__ inline float load_written(const float* at) { return __ldcg(at); }
+__device__ inline uint4 load_written(const uint4* at) { return __ldcg(at); }
 // Values that the compiler must have in their registers here.
 template <int N>
 __device__ inline void keep_in_place(float (&v)[N]) {
@@ -114,6 +120,10 @@ template <int N>
 __device__ inline void keep_in_place(u32 (&v)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(v[i])::"memory");
+}
+__device__ inline void keep_in_place(u32& v) { asm volatile("" : "+r"(v)::"memory"); }
+__device__ inline void store_word(u32 at, u32 v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
 __device__ inline void store4(u32 at, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
@@ -157,6 +167,23 @@ __device__ inline void barriers_ready() {
 }
 __device__ inline void shared_to_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Between blocks: a number told once all writes before it are there, and waited for.
+__device__ inline void tell(u32* at, u32 value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+__device__ inline void wait_told(const u32* at, u32 value) {
+  for (;;) {
+    u32 now;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
+    if (now >= value) return;
+    __nanosleep(64);
+  }
+}
+__device__ inline void writes_before_others() { __threadfence(); }
+__device__ inline void writes_before_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void into_second_level(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 __device__ inline void previous_kernel_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -13,22 +14,26 @@ from deepinfer.kernels import nvcc
 from deepinfer.kernels.packed import Decoded, Packed
 from deepinfer.kernels.packed.tokens import gather_tokens
 
-__all__ = ["SOURCE", "in_order", "launches", "multiply"]
+__all__ = ["SOURCE", "Schedules", "in_order", "launches", "multiply"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 
-_SCHEDULES: Final = {
+Schedules = Mapping[Decoded, tuple[tuple[int | None, str], ...]]
+
+_SCHEDULES: Final[Schedules] = {
     Decoded.FP4_E4M3: ((27, "fp8_32"), (80, "fp8_64"), (None, "fp8_128")),
     Decoded.FP4_BF16: ((8, "exact_few"), (27, "exact_32"), (60, "exact_64"), (None, "exact_136")),
 }
 """Schedules by the most rows that an expert has on average, where a card found them faster."""
 
-_FEW: Final = "exact_few"
+_FEW: Final = ("exact_few", "exact_few_experts")
 _BOXED: Final = ("exact_64", "exact_136", "fp8_128")
 _ALL: Final = (1 << 31) - 1
 
 
-def launches(decoded: Decoded, rows: int, experts: int) -> list[tuple[str, int, int]]:
+def launches(
+    decoded: Decoded, rows: int, experts: int, schedules: Schedules = _SCHEDULES
+) -> list[tuple[str, int, int]]:
     """Return what to launch for at most `rows` rows: schedules, each with its range of row counts.
 
     How many rows there really are stands on the device alone; every launch but one finds its range
@@ -36,9 +41,9 @@ def launches(decoded: Decoded, rows: int, experts: int) -> list[tuple[str, int, 
     """
     found = []
     least = 0
-    for limit, name in _SCHEDULES[decoded]:
+    for limit, name in schedules[decoded]:
         most = _ALL if limit is None else limit * experts + 1
-        if rows >= most and name == _FEW:
+        if rows >= most and name in _FEW:
             continue  # the next is nearly as fast: not worth a launch
         found.append((name, least, most))
         if rows < most:

@@ -25,18 +25,21 @@ int start(void (*kernel)(Parameters...), long long rows, long long inputs, void*
 }  // namespace
 
 extern "C" int gather(const void* x, void* out, const void* source, const void* offsets, long long rows,
-                      long long experts, long long inputs, long long x_row, void* stream) {
+                      long long experts, long long inputs, long long x_row, void* counts,
+                      long long words, void* stream) {
   return start(gather_kernel, rows, inputs, stream, static_cast<const unsigned short*>(x),
                static_cast<unsigned short*>(out), static_cast<const long long*>(source),
-               static_cast<const long long*>(offsets), experts, inputs, x_row);
+               static_cast<const long long*>(offsets), experts, inputs, x_row,
+               static_cast<u32*>(counts), words);
 }
 
 extern "C" int fold(const void* x, void* codes, void* scale, const void* source, const void* offsets,
-                    long long rows, long long experts, long long inputs, long long x_row, void* stream) {
+                    long long rows, long long experts, long long inputs, long long x_row,
+                    void* counts, long long words, void* stream) {
   return start(fold_kernel, rows, inputs, stream, static_cast<const unsigned short*>(x),
                static_cast<unsigned char*>(codes), static_cast<float*>(scale),
                static_cast<const long long*>(source), static_cast<const long long*>(offsets), experts,
-               inputs, x_row);
+               inputs, x_row, static_cast<u32*>(counts), words);
 }
 
 extern "C" int gate(const void* gate_up, const void* weight, void* out, void* scale,

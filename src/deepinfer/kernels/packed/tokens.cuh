@@ -96,11 +96,19 @@ __device__ inline long long source_of(const long long* source, const long long* 
   return blockIdx.x < offsets[experts] ? source[blockIdx.x] : -1;
 }
 
+// Words that the kernel behind counts with begin at zero.
+__device__ inline void clear(u32* counts, int words) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x)
+    counts[i] = 0;
+}
+
 // x [T, K] bf16 -> out [rows, K], a copy of the rows that `source` names
 __global__ void gather_kernel(const unsigned short* x, unsigned short* out, const long long* source,
-                              const long long* offsets, int experts, int inputs, long long x_row) {
+                              const long long* offsets, int experts, int inputs, long long x_row,
+                              u32* counts, int words) {
   previous_kernel_wait();
   next_kernel_may_start();
+  clear(counts, words);
   const long long row = blockIdx.x, from = source_of(source, offsets, experts);
   if (from < 0) return;
   const int at = threadIdx.x * VALUES;
@@ -111,9 +119,10 @@ __global__ void gather_kernel(const unsigned short* x, unsigned short* out, cons
 // x [T, K] bf16 -> codes [rows, K], scale [rows], of its rows in order or as `source` names them
 __global__ void fold_kernel(const unsigned short* x, unsigned char* codes, float* scale,
                             const long long* source, const long long* offsets, int experts, int inputs,
-                            long long x_row) {
+                            long long x_row, u32* counts, int words) {
   previous_kernel_wait();
   next_kernel_may_start();
+  clear(counts, words);
   const long long row = blockIdx.x, from = source_of(source, offsets, experts);
   if (from < 0) return;
   const Eight v = unpack(*reinterpret_cast<const uint4*>(x + from * x_row + threadIdx.x * VALUES));

@@ -26,33 +26,47 @@ def _takes_rows(x: Tensor) -> bool:
     return _takes(x, x.shape[1]) and x.stride(1) == 1 and x.stride(0) % 8 == 0
 
 
-def gather_tokens(x: Tensor, source: Tensor, offsets: Tensor) -> Tensor:
-    """Return rows `source` [P] int64 of x [T, K], any values from offsets[E] on."""
+def gather_tokens(
+    x: Tensor, source: Tensor, offsets: Tensor, counts: Tensor | None = None
+) -> Tensor:
+    """Return rows `source` [P] int64 of x [T, K], any values from offsets[E] on.
+
+    counts  int32, set to zero on the way
+    """
     if not _takes_rows(x):
+        if counts is not None:
+            counts.zero_()
         return x[source]
     rows, inputs = source.shape[0], x.shape[1]
     out = torch.empty(rows, inputs, dtype=x.dtype, device=x.device)
     nvcc.call(
         nvcc.load(SOURCE), "gather", x.device, x, out, source, offsets,
-        rows, offsets.shape[0] - 1, inputs, x.stride(0),
+        rows, offsets.shape[0] - 1, inputs, x.stride(0), counts,
+        0 if counts is None else counts.shape[0],
     )  # fmt: skip
     return out
 
 
 def fold_tokens(
-    x: Tensor, source: Tensor | None = None, offsets: Tensor | None = None
+    x: Tensor,
+    source: Tensor | None = None,
+    offsets: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `triton.fold_tokens`, with the same bits; of the rows `source` as `gather_tokens`."""
     if not _takes_rows(x):
         from deepinfer.kernels.packed import triton
 
+        if counts is not None:
+            counts.zero_()
         return triton.fold_tokens(x if source is None else x[source])
     rows, inputs = x.shape[0] if source is None else source.shape[0], x.shape[1]
     codes = torch.empty(rows, inputs, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     nvcc.call(
         nvcc.load(SOURCE), "fold", x.device, x, codes, scale, source, offsets,
-        rows, 0 if offsets is None else offsets.shape[0] - 1, inputs, x.stride(0),
+        rows, 0 if offsets is None else offsets.shape[0] - 1, inputs, x.stride(0), counts,
+        0 if counts is None else counts.shape[0],
     )  # fmt: skip
     return codes, scale
 

@@ -1,0 +1,16 @@
+// The schedules of routed experts, each a launcher of its name.
+// format, consumer groups, 64-row tiles a group, tokens a tile, K blocks a stage, stages, promote, way,
+// ahead
+LAUNCHER(fp8_48_experts, FP4_AS_FP8, 4, 1, 48, 4, 4, EACH_128, BOXED)
+LAUNCHER(fp8_64_experts, FP4_AS_FP8, 2, 2, 64, 4, 4, EACH_128, BOXED)
+LAUNCHER(fp8_128_experts, FP4_AS_FP8, 2, 2, 128, 2, 5, EACH_128, BOXED)
+LAUNCHER(fp8_48_256, FP4_AS_FP8, 4, 1, 48, 4, 4, EACH_256, BOXED)
+LAUNCHER(fp8_64_256, FP4_AS_FP8, 2, 2, 64, 4, 4, EACH_256, BOXED)
+LAUNCHER(fp8_128_256, FP4_AS_FP8, 2, 2, 128, 4, 3, EACH_256, BOXED)
+LAUNCHER(exact_few_experts, FP4_AS_BF16, 2, 2, 32, 4, 4, NEVER, FEW_BOXED)
+LAUNCHER(exact_48_experts, FP4_AS_BF16, 4, 1, 48, 2, 6, NEVER, BOXED)
+LAUNCHER(exact_64_experts, FP4_AS_BF16, 2, 2, 64, 2, 5, NEVER, BOXED)
+LAUNCHER(exact_136_experts, FP4_AS_BF16, 2, 2, 136, 2, 4, NEVER, BOXED)
+LAUNCHER(exact_48_ahead, FP4_AS_BF16, 4, 1, 48, 2, 6, NEVER, BOXED, true)
+LAUNCHER(exact_64_ahead, FP4_AS_BF16, 2, 2, 64, 2, 5, NEVER, BOXED, true)
+LAUNCHER(exact_136_ahead, FP4_AS_BF16, 2, 2, 136, 2, 4, NEVER, BOXED, true)
