@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from deepinfer.bench import kernels, kernelworker, points, timing
+from deepinfer.bench import kernels, kernelworker, peers, points, timing
 from deepinfer.bench.ceilings import Ceilings
 from deepinfer.bench.kernelreport import GOAL_POINTS, GOALS, kernel_table, reached, sums
 from deepinfer.bench.kernels import KernelRecord, measure_kernels, read_record
@@ -301,3 +302,13 @@ def test_the_page_shows_what_the_command_prints() -> None:
     table = kernel_table([read_record(line) for line in kept], brief=True)
     page = (root / "docs" / "kernels.md").read_text()
     assert "\n".join(line.rstrip() for line in table.splitlines()) in page
+
+
+def test_peers_are_compared_with_fp32() -> None:
+    for build in (
+        partial(peers._mm, 3, 40, 64),
+        partial(peers._torch_topk, 2),
+    ):
+        with timing.single_sets():
+            error = build(CPU).check()
+        assert error is not None and error < 5e-3

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from deepinfer.bench.points import Member, Shape, Work
 from deepinfer.bench.timing import Call, num_sets
+from deepinfer.kernels.hyper import reference as hyper
 from deepinfer.kernels.libraries import is_usable
+from deepinfer.kernels.linear import DenseWeight
 
 __all__ = ["list_peers"]
 
@@ -36,6 +38,7 @@ _LOCAL: Final = 48
 _TOKENS: Final = (1, 32, 192, 384, 4096)
 _PAIRS: Final = (192, 384, 768, 1152, 2304, 24576)
 _HEADS, _DIM = 64, 512
+_CHECKED: Final = 32  # rows that are compared
 
 
 def list_peers(shape: Shape, arch: str) -> list[Member]:
@@ -137,7 +140,15 @@ def _mm(rows: int, n: int, k: int, device: torch.device) -> Work:
 
     sets = _sets(2 * n * k, make)
     moved = 2.0 * (rows * k + n * k + rows * n)
-    return _work(sets, lambda s: torch.mm(s[0], s[1].T, out=s[2]), 2.0 * rows * n * k, moved)
+
+    def call(s: Any) -> Tensor:
+        return torch.mm(s[0], s[1].T, out=s[2])
+
+    def check() -> float:
+        x, weight, _ = sets[0]
+        return _relative(call(sets[0])[:_CHECKED], x[:_CHECKED].float() @ weight.float().T)
+
+    return _work(sets, call, 2.0 * rows * n * k, moved, check)
 
 
 def _grouped_peers(rows: int, arch: str) -> list[Member]:
@@ -159,7 +170,16 @@ def _bmm(rows: int, device: torch.device) -> Work:
     sets = _sets(2 * groups * n * k, make)
     moved = 2.0 * groups * (rows * k + n * k + rows * n)
     flops = 2.0 * groups * rows * n * k
-    return _work(sets, lambda s: torch.bmm(s[0], s[1].transpose(1, 2), out=s[2]), flops, moved)
+
+    def call(s: Any) -> Tensor:
+        return torch.bmm(s[0], s[1].transpose(1, 2), out=s[2])
+
+    def check() -> float:
+        x, weight, _ = sets[0]
+        part = x[:, :_CHECKED].float() @ weight.float().transpose(1, 2)
+        return _relative(call(sets[0])[:, :_CHECKED], part)
+
+    return _work(sets, call, flops, moved, check)
 
 
 def _as_torch(x: Any) -> Tensor:
@@ -169,6 +189,13 @@ def _as_torch(x: Any) -> Tensor:
 def _input_scale(device: torch.device, *shape: int) -> Tensor:
     layout = import_module("deep_gemm.utils.layout")
     return _as_torch(layout.get_mn_major_tma_aligned_tensor(_scale(device, *shape)))
+
+
+def _wide_product(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, rows: int) -> Tensor:
+    """Multiply some rows in fp32, scales of 128."""
+    left = a[:rows].float() * sa[:rows].repeat_interleave(128, 1)
+    right = b.float() * sb.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return left @ right.T
 
 
 def _deep_gemm_dense(rows: int, n: int, k: int, device: torch.device) -> Work:
@@ -187,10 +214,7 @@ def _deep_gemm_dense(rows: int, n: int, k: int, device: torch.device) -> Work:
     def check() -> float:
         (a, sa), (b, sb), out = sets[0]
         call(sets[0])
-        part = slice(0, min(rows, 32))
-        left = a[part].float() * sa[part].repeat_interleave(128, 1)
-        right = b.float() * sb.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return _relative(out[part], left @ right.T)
+        return _relative(out[:_CHECKED], _wide_product(a, sa, b, sb, _CHECKED))
 
     moved = float(n * k + rows * k + 2 * rows * n)
     return _work(sets, call, 2.0 * rows * n * k, moved, check)
@@ -212,8 +236,13 @@ def _deep_gemm_masked(rows: int, device: torch.device) -> Work:
     def call(s: Any) -> None:
         library.fp8_m_grouped_gemm_nt_masked(*s, rows, disable_ue8m0_cast=True)
 
+    def check() -> float:
+        (a, sa), (b, sb), out, _ = sets[0]
+        call(sets[0])
+        return _relative(out[0, :_CHECKED], _wide_product(a[0], sa[0], b[0], sb[0], _CHECKED))
+
     moved = float(groups * (n * k + rows * k + 2 * rows * n))
-    return _work(sets, call, 2.0 * groups * rows * n * k, moved)
+    return _work(sets, call, 2.0 * groups * rows * n * k, moved, check)
 
 
 # Experts
@@ -246,12 +275,18 @@ def _grouped_mm(rows: int, n: int, k: int, device: torch.device) -> Work:
     ends = torch.tensor(counts, device=device).cumsum(0).int()
     weight, x = _normal(device, _LOCAL, n, k), _normal(device, rows, k)
     moved = 2.0 * (sum(c > 0 for c in counts) * n * k + rows * (k + n))
-    return _work(
-        [None],
-        lambda _: torch._grouped_mm(x, weight.transpose(1, 2), offs=ends, out_dtype=torch.bfloat16),
-        2.0 * rows * n * k,
-        moved,
-    )
+    part = slice(0, min(counts[0], _CHECKED))
+
+    def call(_: object) -> Tensor:
+        found: Tensor = torch._grouped_mm(
+            x, weight.transpose(1, 2), offs=ends, out_dtype=torch.bfloat16
+        )
+        return found
+
+    def check() -> float:
+        return _relative(call(None)[part], x[part].float() @ weight[0].float().T)
+
+    return _work([None], call, 2.0 * rows * n * k, moved, check)
 
 
 def _deep_gemm_contiguous(rows: int, n: int, k: int, device: torch.device) -> Work:
@@ -267,14 +302,16 @@ def _deep_gemm_contiguous(rows: int, n: int, k: int, device: torch.device) -> Wo
     out = torch.empty(padded, n, device=device, dtype=torch.bfloat16)
     layout = torch.tensor(owners, device=device, dtype=torch.int32)
     moved = float(sum(c > 0 for c in counts) * n * k + rows * (k + 2 * n))
-    return _work(
-        [None],
-        lambda _: library.m_grouped_fp8_gemm_nt_contiguous(
-            a, weight, out, layout, disable_ue8m0_cast=True
-        ),
-        2.0 * rows * n * k,
-        moved,
-    )
+    part = min(counts[0], _CHECKED)
+
+    def call(_: object) -> None:
+        library.m_grouped_fp8_gemm_nt_contiguous(a, weight, out, layout, disable_ue8m0_cast=True)
+
+    def check() -> float:
+        call(None)
+        return _relative(out[:part], _wide_product(*a, weight[0][0], weight[1][0], part))
+
+    return _work([None], call, 2.0 * rows * n * k, moved, check)
 
 
 def _humming(
@@ -493,7 +530,16 @@ def _torch_topk(rows: int, device: torch.device) -> Work:
     size = 131072
     sets = _sets(2 * rows * size, lambda: _normal(device, rows, size))
     moved = float(rows * (2 * size + 512 * 10))
-    return _work(sets, lambda x: torch.topk(x, 512, dim=1, sorted=False), 0.0, moved)
+
+    def call(x: Tensor) -> Tensor:
+        return torch.topk(x, 512, dim=1, sorted=False).values
+
+    def check() -> float:
+        part = sets[0][:_CHECKED]
+        right = part.float().sort(dim=1, descending=True).values[:, :512]
+        return _relative(call(part).float().sort(dim=1, descending=True).values, right)
+
+    return _work(sets, call, 0.0, moved, check)
 
 
 def _deep_gemm_logits(device: torch.device) -> Work:
@@ -598,7 +644,18 @@ def _tile_site(rows: int, device: torch.device) -> Work:
             s["out"][None],
         )
 
-    return _work(sets, call, 2.0 * rows * 24 * streams * dim, float(moved))
+    def check() -> float:
+        s = sets[0]
+        call(s)
+        h, y = s["streams"][:_CHECKED].float(), s["y"][:_CHECKED].float()
+        fn = DenseWeight(s["fn"], s["fn"])
+        pre, post, comb = hyper.hyper_mix(h, fn, s["scale"], s["base"], 1e-6, 1e-6, 20)
+        return max(
+            _relative(s["input"][:_CHECKED], hyper.hyper_collapse(h, pre)),
+            _relative(s["out"][:_CHECKED], hyper.hyper_expand(h, y, post, comb)),
+        )
+
+    return _work(sets, call, 2.0 * rows * 24 * streams * dim, float(moved), check)
 
 
 def _tile_norm(rows: int, device: torch.device) -> Work:
@@ -606,4 +663,12 @@ def _tile_norm(rows: int, device: torch.device) -> Work:
     weight = _normal(device, 5120)
     sets = _sets(rows * 5120 * 4, lambda: _normal(device, rows, 5120))
     moved = float(rows * 5120 * 4)
-    return _work(sets, lambda x: quant.norm_forward(x, weight, 1e-20), 0.0, moved)
+
+    def check() -> float:
+        found = quant.norm_forward(sets[0], weight, 1e-20)
+        found = found if isinstance(found, Tensor) else found[0]
+        wide = sets[0].float()
+        right = wide * wide.square().mean(1, keepdim=True).rsqrt() * weight.float()
+        return _relative(found, right)
+
+    return _work(sets, lambda x: quant.norm_forward(x, weight, 1e-20), 0.0, moved, check)
