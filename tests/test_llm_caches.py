@@ -39,7 +39,7 @@ def outcome(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
 
 def hits(engine: LLM) -> tuple[int, int]:
     """Sequences that began behind a prefix, and the tokens that they did not compute."""
-    prefix = engine._open_loop().scheduler._prefix
+    prefix = engine._open_loop().scheduler._holdings._prefix
     assert prefix is not None
     prefix.check()
     return prefix.stats.num_hits, prefix.stats.num_hit_tokens
@@ -102,7 +102,7 @@ def test_what_is_reused() -> None:
         assert counts is not None and counts["num_lookups"] == 4
         assert counts["num_hit_tokens"] == 224 and counts["num_checkpoints"] > 0
         scheduler = engine._open_loop().scheduler
-        assert scheduler.num_blocks_used == scheduler._prefix.num_idle  # type: ignore[union-attr]
+        assert scheduler.num_blocks_used == scheduler._holdings._prefix.num_idle  # type: ignore[union-attr]
 
 
 def test_scored_prompts_are_computed() -> None:

@@ -199,7 +199,7 @@ def soak(count: int, overlap: bool) -> None:
         assert llm._loop is not None
         llm.runner.plans = deque(maxlen=1)  # type: ignore[assignment]
         llm.runner.kinds = deque(maxlen=1)  # type: ignore[assignment]
-        blocks = llm._loop.scheduler._blocks
+        blocks = llm._loop.scheduler._holdings._blocks
         done: set[int] = set()
         live: list[int] = []
         submitted = objects = 0

@@ -344,9 +344,8 @@ class Toy:
             == self.slots.num_slots - 1 - (self.slots.num_free)
         )
         assert len(live) <= self.limits.max_num_seqs
-        assert self.scheduler._waiting_tokens == sum(
-            len(s.token_ids) for s in self.scheduler._waiting.values()
-        )
+        waiting = self.scheduler._waiting
+        assert waiting.num_tokens == sum(len(s.token_ids) for s in waiting._queue.values())
 
     def assert_idle(self) -> None:
         """Assert that nothing is held."""

@@ -1,25 +1,29 @@
 """Scheduler: which sequences run in the next step, and what a step's outcome means for them.
 
-Pure policy: no tensor, clock or queue; the same calls give the same plans. It owns the BlockPool
-and SlotPool it is given. Requests are served in order of arrival. Steps may be planned before the
-outcome of the last one is known: lengths are then known between two bounds, and what a step names
-is free for others as soon as its sequence has ended, because steps run in the order they are
-planned.
+Pure policy: no tensor, clock or queue; the same calls give the same plans. Requests are served in
+order of arrival (`arrivals.py`); what they hold is kept in `holdings.py`, when prompts go first in
+`pace.py`, what is told about them in `reports.py`. Steps may be planned before the outcome of the
+last one is known: lengths are then known between two bounds, and what a step names is free for
+others as soon as its sequence has ended, because steps run in the order they are planned.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from deepinfer.cache.blocks import BlockPool
-from deepinfer.cache.prefix import PrefixCache, PrefixHit, block_keys
+from deepinfer.cache.prefix import PrefixCache, PrefixHit
 from deepinfer.cache.slots import SlotPool
+from deepinfer.engine.arrivals import Arrivals, Deadlines
 from deepinfer.engine.commit import Gate, commit
+from deepinfer.engine.holdings import Holdings
+from deepinfer.engine.limits import Limits
 from deepinfer.engine.masks import Constrained, FillRows, MaskBuffer, build_masks, fill_each
+from deepinfer.engine.pace import Pace
 from deepinfer.engine.plan import (
     FROM_SLOT,
     Admission,
@@ -31,7 +35,7 @@ from deepinfer.engine.plan import (
     StepPlan,
     StepResult,
 )
-from deepinfer.engine.replay import replay_floor
+from deepinfer.engine.reports import Reports
 from deepinfer.engine.request import Chunk, Completion, DraftOutcome, FinishReason, Request
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.snapshot import State
@@ -42,47 +46,6 @@ __all__ = ["Limits", "Planner", "Scheduler"]
 
 _MAX_PREEMPTIONS = 3
 _MAX_FAILURES = 2
-_SMALL_STEPS = 50  # prefill steps that must go well before they may grow again
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The numbers a Scheduler keeps to.
-
-    max_num_seqs            running sequences at once
-    max_num_batched_tokens  tokens of one prefill step
-    max_model_len           most positions of a sequence; the last token drawn needs none, so a
-                            prompt of exactly this length still yields one token
-    chunk_tokens            tokens of one prompt chunk. With `fixed_chunks` boundaries are multiples
-                            of it from position 0, whatever else runs; otherwise a chunk also
-                            shrinks to the budget that is left
-    reserve                 a sequence gets all blocks it can ever need when it is admitted, so that
-                            none is put back; otherwise blocks are added as it grows
-    prefill_gain            prefill once new sequences would enlarge the running batch by this share
-    max_prefill_wait_steps  most decode steps that admissible waiting work sits through
-    max_decode_wait_steps   most prefill steps in a row while something is ready to decode
-    vocab_size              ids of a grammar mask
-    keep_tokens             last tokens of a prompt that the decoder half computes, None = all
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    chunk_tokens: int
-    eos_token_id: int
-    fixed_chunks: bool = True
-    reserve: bool = True
-    prefill_gain: float = 0.1
-    max_prefill_wait_steps: int = 100
-    max_decode_wait_steps: int = 8
-    vocab_size: int = 0
-    keep_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check what every caller relies on."""
-        assert 1 <= self.chunk_tokens <= self.max_num_batched_tokens, self
-        assert self.max_num_seqs >= 1 and self.max_model_len >= 1, self
-        assert self.max_prefill_wait_steps >= 1 and self.max_decode_wait_steps >= 1, self
 
 
 class Planner(Protocol):
@@ -135,27 +98,18 @@ class Scheduler:
         self.limits = limits
         self._fill_rows = fill_rows
         self._mask_buffer = mask_buffer or MaskBuffer()
-        self._blocks = blocks
-        self._slots = slots
-        self._tokens_per_block = tokens_per_block
-        self._prefix = prefix
         self._planner = planner
+        self._holdings = Holdings(limits, blocks, slots, tokens_per_block, prefix)
+        self._pace = Pace(limits)
+        self._reports = Reports()
+        self._deadlines = Deadlines()
         self._sequences: dict[int, Sequence] = {}
-        self._gated: dict[int, tuple[Sequence, Gate]] = {}
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self._waiting_tokens = 0
+        self._waiting = Arrivals()
         self._prefilling: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
         self._in_flight: deque[_Launched] = deque()
-        self._deadlines: list[tuple[float, int]] = []
-        self._chunks: list[Chunk] = []
-        self._completions: list[Completion] = []
         self._step_id = 0
         self._num_added = 0
-        self._budget = limits.max_num_batched_tokens
-        self._small_steps = 0
-        self._prefill_wait_steps = 0
-        self._decode_wait_steps = 0
         self._num_constrained = 0
         self.num_generated = 0
         self.num_preemptions = 0
@@ -173,7 +127,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests not admitted yet."""
-        return len(self._waiting) + len(self._gated)
+        return len(self._waiting) + self._waiting.num_gated
 
     @property
     def num_running(self) -> int:
@@ -193,7 +147,7 @@ class Scheduler:
     @property
     def prefill_wait_steps(self) -> int:
         """Steps that admissible waiting work has sat through."""
-        return self._prefill_wait_steps
+        return self._pace.prefill_wait_steps
 
     @property
     def num_in_flight(self) -> int:
@@ -203,12 +157,12 @@ class Scheduler:
     @property
     def num_blocks_used(self) -> int:
         """Blocks held by sequences or by the prefix cache."""
-        return self._blocks.capacity - self._blocks.num_free
+        return self._holdings.num_blocks_used
 
     @property
     def num_blocks(self) -> int:
         """Blocks that can ever be in use at once."""
-        return self._blocks.capacity
+        return self._holdings.num_blocks
 
     def speculation(self) -> dict[str, object] | None:
         """Return the planner's state and counts, None without drafts."""
@@ -216,7 +170,7 @@ class Scheduler:
 
     def prefix_counts(self) -> dict[str, int] | None:
         """Return what the reuse of prefixes has brought, None without it."""
-        return None if self._prefix is None else self._prefix.counts()
+        return self._holdings.prefix_counts()
 
     def live(self, request_id: int) -> Sequence | None:
         """Return the record of an unfinished request."""
@@ -249,18 +203,17 @@ class Scheduler:
         if state is not None:
             sequence.go_on_from(state)
         self._num_added += 1
-        problem = self._never_fits(request)
+        problem = self._holdings.never_fits(request)
         if problem is not None:
             sequence.finish(FinishReason.PROMPT_LENGTH_EXCEEDED, now_s, problem)
-            return self._report(sequence)
+            return self._reports.end(sequence)
         self._sequences[request_id] = sequence
         if request.params.timeout_s is not None:
-            due_s = request.arrival_s + request.params.timeout_s
-            heapq.heappush(self._deadlines, (due_s, request_id))
+            self._deadlines.add(request.arrival_s + request.params.timeout_s, request_id)
         if gate is not None:
-            self._gated[request_id] = (sequence, gate)
+            self._waiting.gate(sequence, gate)
         else:
-            self._enqueue(sequence)
+            self._waiting.put(sequence)
         return None
 
     def cancel(self, request_id: int, now_s: float = 0.0) -> Completion | None:
@@ -291,14 +244,16 @@ class Scheduler:
 
         Requests whose deadline has passed end first; `take_completions` returns them.
         """
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, request_id = heapq.heappop(self._deadlines)
+        for request_id in self._deadlines.passed(now_s):
             told = "the request took longer than its timeout_s"
             completion = self._end(request_id, FinishReason.TIMEOUT, now_s, told)
             if completion is not None:
-                self._completions.append(completion)
-        if self._gated:
-            self._poll_gates(now_s)
+                self._reports.keep(completion)
+        for request_id, told in self._waiting.open_gates():
+            reason = FinishReason.STRUCTURED_OUTPUT_ERROR
+            completion = self._end(request_id, reason, now_s, told)
+            assert completion is not None, request_id
+            self._reports.keep(completion)
         plan: StepPlan | None = None
         if self._wants_prefill() if only is None else only is StepKind.PREFILL:
             plan = self._plan_prefill()
@@ -308,19 +263,15 @@ class Scheduler:
                 plan = self._plan_prefill()
         if plan is None and only is not None:
             waits = only is StepKind.DECODE and self._can_prefill()
-            self._prefill_wait_steps = self._prefill_wait_steps + 1 if waits else 0
+            self._pace.planned(None, can_prefill=waits, can_decode=False)
             return None
         if plan is None:
-            assert self._in_flight or len(self._gated) == len(self._sequences), (
+            assert self._in_flight or self._waiting.num_gated == len(self._sequences), (
                 "work is left but nothing can run"
             )
             return None
-        if plan.kind is StepKind.PREFILL:
-            self._prefill_wait_steps = 0
-            self._decode_wait_steps = self._decode_wait_steps + 1 if self._running else 0
-        else:
-            self._prefill_wait_steps = self._prefill_wait_steps + 1 if self._can_prefill() else 0
-            self._decode_wait_steps = 0
+        can_prefill = plan.kind is StepKind.DECODE and self._can_prefill()
+        self._pace.planned(plan.kind, can_prefill=can_prefill, can_decode=bool(self._running))
         self._step_id += 1
         return plan
 
@@ -338,24 +289,24 @@ class Scheduler:
             sequence.in_flight -= 1
             if sequence.stale:  # launched before it was put back
                 sequence.stale -= 1
-                self._drop_saves(row)
+                self._holdings.drop_saves(row)
                 continue
             if sequence.finish_reason is not None:
-                self._drop_saves(row)
+                self._holdings.drop_saves(row)
                 continue
             if outcome is None:
                 sequence.ahead_tokens -= len(row.token_ids)
                 sequence.num_computed += len(row.token_ids)
-                self._learn(sequence, row)
+                self._holdings.learn(sequence, row)
                 continue
             assert outcome.request_id == row.request_id, (outcome.request_id, row.request_id)
             if row.token_ids:
                 sequence.num_computed += len(row.token_ids)
                 sequence.ahead_tokens -= len(row.token_ids)
                 if outcome.error is None:
-                    self._learn(sequence, row)
+                    self._holdings.learn(sequence, row)
                 else:
-                    self._drop_saves(row)
+                    self._holdings.drop_saves(row)
             else:
                 sequence.num_computed += len(outcome.token_ids)
                 sequence.ahead_tokens -= 1 + row.num_drafts
@@ -381,19 +332,15 @@ class Scheduler:
                     counted.append((counts, before))
             if sequence.is_finished():
                 self._retire(sequence)
-                completions.append(self._report(sequence))
+                completions.append(self._reports.end(sequence))
             elif sequence.request.streams:
-                self._report_progress(sequence, None)
+                self._reports.progress(sequence)
         assert next(outcomes, None) is None, "more outcomes than reporting rows"
         self.num_generated += generated
         if counted and self._planner is not None:
             self._planner.count(counted)
             self._planner.observe(ran, len(plan.rows), plan.propose, result.device_s)
-        if self._budget < self.limits.max_num_batched_tokens and plan.kind is StepKind.PREFILL:
-            self._small_steps += 1
-            if self._small_steps >= _SMALL_STEPS:
-                self._small_steps = 0
-                self._budget = min(self._budget * 2, self.limits.max_num_batched_tokens)
+        self._pace.went_well(plan.kind)
         return completions
 
     def abandon(
@@ -411,16 +358,15 @@ class Scheduler:
         failed: list[Sequence] = []
         if self._in_flight:
             failed = self._in_flight[0].sequences
-            smaller = smaller and self._budget > 1
+            smaller = smaller and self._pace.budget > 1
             smaller = smaller and self._in_flight[0].plan.kind is StepKind.PREFILL
         named = {s.order: s for launched in self._in_flight for s in launched.sequences}
         for launched in self._in_flight:
             for row in launched.plan.rows:
-                self._drop_saves(row)
+                self._holdings.drop_saves(row)
         self._in_flight.clear()
         if smaller:
-            self._budget = max(1, min(self._budget, self.limits.chunk_tokens) // 2)
-            self._small_steps = 0
+            self._pace.shrink()
         completions = []
         for _, sequence in sorted(named.items(), reverse=True):
             sequence.in_flight = sequence.stale = 0
@@ -436,7 +382,7 @@ class Scheduler:
                 FinishReason.ENGINE_ERROR if retry else FinishReason.ABORT, now_s, error
             )
             self._retire(sequence)
-            completions.append(self._report(sequence))
+            completions.append(self._reports.end(sequence))
         return completions[::-1]
 
     def fill_masks(self, plan: StepPlan) -> Masks:
@@ -454,13 +400,11 @@ class Scheduler:
 
     def take_chunks(self) -> list[Chunk]:
         """Return what streamed requests gained since the last call."""
-        chunks, self._chunks = self._chunks, []
-        return chunks
+        return self._reports.take_chunks()
 
     def take_completions(self) -> list[Completion]:
         """Return requests that ended while a step was planned, since the last call."""
-        completions, self._completions = self._completions, []
-        return completions
+        return self._reports.take_completions()
 
     def _end(
         self, request_id: int, reason: FinishReason, now_s: float, error: str | None = None
@@ -470,108 +414,30 @@ class Scheduler:
             return None
         sequence.finish(reason, now_s, error)
         self._retire(sequence)
-        return self._report(sequence)
-
-    def _poll_gates(self, now_s: float) -> None:
-        for request_id, (sequence, gate) in list(self._gated.items()):
-            found = gate.poll()
-            if found is None:
-                continue
-            if isinstance(found, str):
-                reason = FinishReason.STRUCTURED_OUTPUT_ERROR
-                completion = self._end(request_id, reason, now_s, found)
-                assert completion is not None, request_id
-                self._completions.append(completion)
-                continue
-            del self._gated[request_id]
-            sequence.matcher = found
-            self._enqueue(sequence)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        """Put a sequence into the queue at the place of its arrival."""
-        waiting = self._waiting
-        late = [s for s in reversed(waiting.values()) if s.order > sequence.order]
-        waiting[sequence.request.request_id] = sequence
-        for other in reversed(late):
-            waiting.move_to_end(other.request.request_id)
-        self._waiting_tokens += sequence.num_remaining
-
-    def _most_blocks(self, length: int) -> int:
-        return -(-length // self._tokens_per_block)
-
-    def _most_length(self, request: Request) -> int:
-        most = len(request.prompt_token_ids) + request.params.max_tokens
-        return min(most, self.limits.max_model_len)
-
-    def _never_fits(self, request: Request) -> str | None:
-        length = len(request.prompt_token_ids)
-        if length > self.limits.max_model_len:
-            return (
-                f"the prompt has {length} tokens, the limit is {self.limits.max_model_len}: "
-                "shorten it, or raise scheduling.max_model_len, or the cache.num_blocks that it "
-                "follows"
-            )
-        needed = self._most_blocks(self._most_length(request))
-        if needed > self._blocks.capacity:
-            room = self._blocks.capacity * self._tokens_per_block
-            return (
-                "prompt and max_tokens together need room for "
-                f"{needed * self._tokens_per_block} tokens, the caches hold {room}: "
-                "lower max_tokens or raise cache.memory_bytes"
-            )
-        return None
-
-    def _blocks_to_admit(self, sequence: Sequence) -> int:
-        """Blocks that a waiting sequence gets when it is admitted."""
-        most = self._most_length(sequence.request)
-        if self.limits.reserve:
-            return self._most_blocks(most)
-        return self._most_blocks(min(len(sequence.token_ids) + 1, most))
+        return self._reports.end(sequence)
 
     def _can_admit(self, sequence: Sequence) -> bool:
-        if self.num_running >= self.limits.max_num_seqs or self._slots.num_free == 0:
-            return False
-        needed = self._blocks_to_admit(sequence)
-        if not self.limits.reserve and self.num_running:
-            # Leave room for those that grow, so that admitting one does not put back another.
-            needed += min(self.num_running, self._blocks.capacity // 10)
-        if self._prefix is None:
-            return self._blocks.num_free >= needed
-        hit = self._look(sequence)
-        return self._prefix.fits(hit, needed) and not self._comes_soon(sequence, hit)
-
-    def _free_blocks(self, needed: int) -> bool:
-        """Return whether so many blocks are free, letting go of cached prefixes first."""
-        missing = needed - self._blocks.num_free
-        if missing > 0 and self._prefix is not None:
-            self._prefix.evict(missing)
-        return self._blocks.num_free >= needed
+        admitted = chain(self._prefilling.values(), self._running.values())
+        return self._holdings.can_admit(sequence, admitted, self.num_running)
 
     def _can_prefill(self) -> bool:
         if self._prefilling:
             return True
-        head = next(iter(self._waiting.values()), None)
+        head = self._waiting.head
         return head is not None and self._can_admit(head)
 
     def _wants_prefill(self) -> bool:
-        limits = self.limits
-        if not (self._prefilling or self._waiting) or not self._can_prefill():
-            return False
-        if not self._running:
-            return True
-        if self._decode_wait_steps >= limits.max_decode_wait_steps:
-            return False
-        if self._prefilling or self._prefill_wait_steps >= limits.max_prefill_wait_steps:
-            return True
-        gain = min(limits.max_num_seqs - self.num_running, len(self._waiting))
-        if gain >= limits.prefill_gain * len(self._running):
-            return True
-        return self._waiting_tokens >= 0.5 * limits.max_num_batched_tokens
+        return self._can_prefill() and self._pace.wants_prefill(
+            num_prefilling=len(self._prefilling),
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            waiting_tokens=self._waiting.num_tokens,
+        )
 
     def _prefill_order(self) -> Iterator[Sequence]:
         yield from list(self._prefilling.values())
-        while self._waiting:  # whoever takes the head admits it, or takes no more
-            yield next(iter(self._waiting.values()))
+        while (head := self._waiting.head) is not None:
+            yield head  # whoever takes it admits it, or takes no more
 
     def _plan_prefill(self) -> StepPlan | None:
         rows: list[RowPlan] = []
@@ -579,7 +445,7 @@ class Scheduler:
         admissions: list[Admission] = []
         restores: list[SlotCopy] = []
         loads: list[StateLoad] = []
-        budget = self._budget
+        budget = self._pace.budget
         for sequence in self._prefill_order():
             suspect = sequence.num_failures > 0
             if suspect and rows:
@@ -587,12 +453,12 @@ class Scheduler:
             is_new = sequence.slot == 0
             if is_new and not self._can_admit(sequence):
                 break
-            hit = self._look(sequence) if is_new else None
+            hit = self._holdings.look(sequence) if is_new else None
             if sequence.saved is not None:
                 sequence.num_computed = sequence.saved.num_computed
             elif hit is not None:
                 sequence.num_computed = hit.num_tokens
-            count = self._chunk(sequence, budget)
+            count = self._pace.chunk(sequence, budget)
             if count == 0:
                 sequence.num_computed = 0 if is_new else sequence.num_computed
                 break
@@ -601,8 +467,7 @@ class Scheduler:
                 if hit is not None:
                     restores.append(SlotCopy(hit.checkpoint, sequence.slot))
             if sequence.saved is not None:
-                loads.append(_load(sequence, sequence.saved, self._tokens_per_block))
-                sequence.saved = None
+                loads.append(self._holdings.load(sequence))
             budget -= count
             begin, end = sequence.num_scheduled, sequence.num_scheduled + count
             samples = count == sequence.num_remaining
@@ -612,11 +477,11 @@ class Scheduler:
                     slot=sequence.slot,
                     start=begin,
                     token_ids=sequence.token_ids[begin:end],
-                    blocks=sequence.blocks[: self._most_blocks(end)],
+                    blocks=sequence.blocks[: self._holdings.blocks_of(end)],
                     samples=samples,
                     scored_ids=_scored_ids(sequence, begin, end),
-                    floor=self._floor(sequence),
-                    saves=self._reserve_saves(sequence, begin, end),
+                    floor=self._holdings.floor(sequence),
+                    saves=self._holdings.reserve_saves(sequence, begin, end),
                 )
             )
             sequences.append(sequence)
@@ -656,101 +521,10 @@ class Scheduler:
         self._in_flight.append(_Launched(plan, sequences))
         return plan
 
-    def _floor(self, sequence: Sequence) -> int:
-        return replay_floor(sequence.num_prompt_tokens, self.limits.keep_tokens)
-
-    def _prefix_limit(self, sequence: Sequence) -> int:
-        """Return how long a cached prefix may be: at least one token is computed, prompt tokens
-        that are scored are, and those that the decoder half keeps are.
-        """
-        if sequence.request.params.prompt_logprobs:
-            return 0
-        limit = len(sequence.token_ids) - 1
-        return limit if self.limits.keep_tokens is None else min(limit, self._floor(sequence))
-
-    def _look(self, sequence: Sequence) -> PrefixHit | None:
-        """Find a cached prefix that a waiting sequence can go on from."""
-        if self._prefix is None or sequence.saved is not None:
-            return None
-        return self._prefix.look(self._keys(sequence), self._prefix_limit(sequence))
-
-    def _comes_soon(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
-        """Whether another sequence is about to leave a longer prefix to go on from: then a waiting
-        one lets it, for a few steps, rather than computing the same again beside it.
-        """
-        if sequence.saved is not None:
-            return False
-        keys, limit = self._keys(sequence), self._prefix_limit(sequence)
-        least = 0 if hit is None else hit.num_tokens
-        return any(
-            least < end <= limit
-            and end <= len(keys) * self._tokens_per_block
-            and self._keys(other)[end // self._tokens_per_block - 1]
-            == keys[end // self._tokens_per_block - 1]
-            for other in (*self._prefilling.values(), *self._running.values())
-            for end in other.save_ends
-        )
-
-    def _keys(self, sequence: Sequence) -> tuple[bytes, ...]:
-        if sequence.keys is None:
-            prompt = sequence.request.prompt_token_ids
-            sequence.keys = block_keys(prompt, self._tokens_per_block)
-        return sequence.keys
-
-    def _reserve_saves(
-        self, sequence: Sequence, begin: int, end: int
-    ) -> tuple[tuple[int, int], ...]:
-        """Return where a chunk leaves checkpoints of the sequence's state."""
-        if self._prefix is None or not sequence.save_ends:
-            return ()
-        found = [
-            (at, self._prefix.reserve(self._keys(sequence), at))
-            for at in sequence.save_ends
-            if begin < at <= end
-        ]
-        needless = {at for at, checkpoint in found if not checkpoint}
-        sequence.save_ends = tuple(at for at in sequence.save_ends if at not in needless)
-        return tuple((at, checkpoint) for at, checkpoint in found if checkpoint)
-
-    def _learn(self, sequence: Sequence, row: RowPlan) -> None:
-        """Let later sequences find what a chunk has computed."""
-        if self._prefix is None:
-            return
-        keys = self._keys(sequence)
-        self._prefix.learn(keys, sequence.blocks, sequence.num_computed)
-        for at, checkpoint in row.saves:
-            self._prefix.keep(keys, at, checkpoint)
-        if row.saves:
-            done = {at for at, _ in row.saves}
-            sequence.save_ends = tuple(at for at in sequence.save_ends if at not in done)
-
-    def _drop_saves(self, row: RowPlan) -> None:
-        if self._prefix is not None:
-            for _, checkpoint in row.saves:
-                self._prefix.drop(checkpoint)
-
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of the next chunk, 0 to wait for a later step."""
-        size = self.limits.chunk_tokens
-        if self._budget < size:  # after a step that did not fit into memory
-            return min(sequence.num_remaining, budget)
-        wanted = min(sequence.num_remaining, size - sequence.num_scheduled % size)
-        if self.limits.fixed_chunks:
-            return wanted if wanted <= budget else 0
-        return min(sequence.num_remaining, size, budget)
-
     def _admit(self, sequence: Sequence, hit: PrefixHit | None) -> Admission:
         request = sequence.request
-        self._leave_waiting(sequence)
-        count = self._blocks_to_admit(sequence)
-        if self._prefix is None or sequence.saved is not None:
-            self._free_blocks(count)
-            sequence.blocks = tuple(self._blocks.allocate(count))
-        else:
-            sequence.blocks, sequence.save_ends = self._prefix.begin(
-                self._keys(sequence), hit, self._prefix_limit(sequence), count
-            )
-        sequence.slot = self._slots.acquire()
+        self._waiting.leave(sequence)
+        self._holdings.admit(sequence, hit)
         self._prefilling[request.request_id] = sequence
         return Admission(
             sequence.slot,
@@ -762,10 +536,6 @@ class Scheduler:
             len(sequence.token_ids),
             tuple(sequence.token_ids) if request.params.processor_factories else (),
         )
-
-    def _leave_waiting(self, sequence: Sequence) -> None:
-        if self._waiting.pop(sequence.request.request_id, None) is not None:
-            self._waiting_tokens -= len(sequence.token_ids)
 
     def _plan_decode(self, now_s: float) -> StepPlan | None:
         ready = [s for s in self._running.values() if len(s.token_ids) + s.ahead_draws < s.limit]
@@ -814,14 +584,7 @@ class Scheduler:
 
     def _grow(self, ready: list[Sequence], num_drafts: int, now_s: float) -> list[Sequence]:
         """Add the blocks that a step may need, putting back the latest arrivals when short."""
-        while True:
-            needs = []
-            for sequence in ready:
-                most = self._most_length(sequence.request)
-                end = sequence.num_scheduled + 1 + num_drafts
-                needs.append(max(0, self._most_blocks(min(end, most)) - len(sequence.blocks)))
-            if self._free_blocks(sum(needs)):
-                break
+        while not self._holdings.grow(ready, 1 + num_drafts):
             victim = max(
                 (*self._running.values(), *self._prefilling.values()), key=lambda s: s.order
             )
@@ -838,23 +601,18 @@ class Scheduler:
                     told,
                 )
                 assert completion is not None, victim.request.request_id
-                self._completions.append(completion)
+                self._reports.keep(completion)
             else:
                 self._put_back(victim)
-        for sequence, need in zip(ready, needs, strict=True):
-            if need:
-                sequence.blocks = (*sequence.blocks, *self._blocks.allocate(need))
         return ready
 
     def _put_back(self, sequence: Sequence) -> None:
         """Free what an admitted sequence holds and let it wait in front."""
-        request_id = sequence.request.request_id
         self._free(sequence)
         sequence.put_back()
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._enqueue(sequence)
-        assert request_id in self._waiting, request_id
+        self._waiting.put(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         """Take a sequence out of the running ones. Whatever gets its slot and blocks runs later
@@ -864,54 +622,13 @@ class Scheduler:
         self._prefilling.pop(request_id, None)
         if self._running.pop(request_id, None) is not None:
             self._num_constrained -= sequence.matcher is not None
-        if self._prefix is not None:
-            self._prefix.release(sequence.blocks)
-        else:
-            self._blocks.release(sequence.blocks)
-        if sequence.slot:
-            self._slots.release(sequence.slot)
-        sequence.blocks, sequence.slot, sequence.save_ends = (), 0, ()
+        self._holdings.give_back(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
         """Forget a finished sequence and free what it holds."""
-        self._leave_waiting(sequence)
+        self._waiting.leave(sequence)
         self._free(sequence)
-        request_id = sequence.request.request_id
-        self._gated.pop(request_id, None)
-        del self._sequences[request_id]
-
-    def _report(self, sequence: Sequence) -> Completion:
-        completion = sequence.completion()
-        if sequence.request.streams:
-            self._report_progress(sequence, completion)
-        return completion
-
-    def _report_progress(self, sequence: Sequence, completion: Completion | None) -> None:
-        start = sequence.num_reported
-        new_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + start :])
-        sequence.num_reported += len(new_ids)
-        logprobs, top = sequence.logprobs, sequence.top_logprobs
-        text = sequence.text.take() if sequence.text is not None else ""
-        if new_ids or text or completion is not None:
-            request = sequence.request
-            self._chunks.append(
-                Chunk(
-                    index=request.index,
-                    request_id=request.request_id,
-                    token_ids=new_ids,
-                    text=text,
-                    completion=completion,
-                    sample_index=request.sample_index,
-                    logprobs=None if logprobs is None else tuple(logprobs[start:]),
-                    top_logprobs=None if top is None else tuple(top[start:]),
-                )
-            )
-
-
-def _load(sequence: Sequence, state: State, tokens_per_block: int) -> StateLoad:
-    """Say where the caches of a saved request go."""
-    held = -(-state.num_computed // tokens_per_block)
-    return StateLoad(sequence.slot, sequence.blocks[:held], state.num_computed, state.parts)
+        del self._sequences[sequence.request.request_id]
 
 
 def _add_prompt_logprobs(sequence: Sequence, start: int, values: tuple[float, ...]) -> None:
