@@ -23,6 +23,7 @@ from deepinfer.engine.memory import (
 )
 from deepinfer.engine.sizing import resolve_sizes
 from deepinfer.errors import CacheError, DeepInferError
+from deepinfer.weights.copies import copy_bytes
 
 GIB = 2**30
 H200 = 141 * 10**9
@@ -77,7 +78,9 @@ def test_a_card_holds_packed_weights_once(real: ModelConfig) -> None:
     assert parts(**moves)["weights: packed copies"] == kept
     assert "weights: packed copies" not in parts(**moves, parallel__balance_interval=0)
     copies = parts(numerics__batch_invariant=False)["weights: bf16 copies"]
-    assert 0.1 * H200 > copies > 10e9
+    assert 0.1 * H200 > copies == copy_bytes(real, drafts=False) > 10e9
+    drafting = parts(numerics__batch_invariant=False, speculation__num_drafts=5)
+    assert drafting["weights: bf16 copies"] == copy_bytes(real, drafts=True) > copies
     off = parts(numerics__batch_invariant=False, numerics__dense_copies="off")
     assert "weights: bf16 copies" not in off
 

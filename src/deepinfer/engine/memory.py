@@ -15,6 +15,7 @@ from deepinfer.config.mesh import Mesh
 from deepinfer.config.model import ModelConfig
 from deepinfer.engine.sizing import Sizes, max_rollback, resolve_sizes
 from deepinfer.errors import CacheError
+from deepinfer.weights.copies import copies_pay, copy_bytes, is_packed
 from deepinfer.weights.layout import FP4, FP8, TensorSpec, expected_tensors, rank_bytes
 
 __all__ = [
@@ -132,20 +133,18 @@ def _card_bytes(
         for spec in expected_tensors(model).values()
         if spec.dtype in (FP8, FP4)
         and (spec.part == "backbone" or (spec.part == "draft" and config.speculation.num_drafts))
-        and spec.shape[0] % 256 == 0
-        and spec.shape[1] * (2 if spec.dtype == FP4 else 1) % 256 == 0
+        and is_packed(spec, spec.shape[1] * (2 if spec.dtype == FP4 else 1))
     ]
     found: dict[str, int] = {}
     if config.keeps_stored:
         found["weights: packed copies"] = sum(rank_bytes(matrices, mesh, rank).values())
-    copied = [spec for spec in matrices if spec.dtype == FP8]
-    copies = 2 * sum(rank_bytes(copied, mesh, rank).values())
+    drafts = config.speculation.num_drafts > 0
     wanted = numerics.dense_copies == "on" or (
         numerics.dense_copies == "auto"
         and not numerics.batch_invariant
-        and 8 * copies <= total_bytes
+        and copies_pay(model, drafts, total_bytes)
     )
-    found["weights: bf16 copies"] = copies if wanted else 0
+    found["weights: bf16 copies"] = copy_bytes(model, drafts) if wanted else 0
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import threading
 from collections.abc import MutableMapping, Sequence
 
@@ -38,7 +37,7 @@ from deepinfer.model.fast.step import Numerics, Pass, Step
 from deepinfer.model.fast.weights import BlockWeights, Loader
 from deepinfer.parallel.experts import ExpertRanks
 from deepinfer.parallel.tables import MakeTable, Read
-from deepinfer.weights.layout import FP8, expected_tensors
+from deepinfer.weights.copies import copies_pay
 from deepinfer.weights.load import TensorSource
 from deepinfer.weights.reader import Checkpoint
 
@@ -66,30 +65,26 @@ def resolve_numerics(config: NumericsConfig, device: torch.device) -> Numerics:
 
 
 def asked_ops(
-    numerics: NumericsConfig, capability: Capability, config: ModelConfig
+    numerics: NumericsConfig, capability: Capability, config: ModelConfig, with_drafts: bool = True
 ) -> dict[str, str]:
     """Return the implementations that settings name: op -> implementation."""
     asked: dict[str, str] = {}
     if numerics.expert_products != "exact":
         asked |= dict.fromkeys(("expert_linear", "routed_experts"), W4A8)
     if numerics.dense_copies == "on" or (
-        numerics.dense_copies == "auto" and _copies_pay(numerics, capability, config)
+        numerics.dense_copies == "auto"
+        and _uses_copies(numerics, capability)
+        and copies_pay(config, with_drafts, capability.total_bytes)
     ):
         asked |= dict.fromkeys(("fp8_linear", "grouped_linear"), COPIES)
     return asked
 
 
-def _copies_pay(numerics: NumericsConfig, capability: Capability, config: ModelConfig) -> bool:
-    """Whether bf16 copies of all FP8 matrices take at most an eighth of a card that uses them."""
+def _uses_copies(numerics: NumericsConfig, capability: Capability) -> bool:
+    """Whether a card multiplies with bf16 copies of FP8 matrices."""
     line = next(line for line in TABLE["fp8_linear"] if line.name == COPIES)
-    if numerics.batch_invariant or capability.arch not in line.archs or not is_usable(line.needs):
-        return False
-    copied = sum(
-        2 * math.prod(spec.shape)
-        for spec in expected_tensors(config).values()
-        if spec.dtype == FP8 and len(spec.shape) == 2 and spec.part in ("backbone", "draft")
-    )
-    return 8 * copied <= capability.total_bytes
+    usable = capability.arch in line.archs and is_usable(line.needs)
+    return usable and not numerics.batch_invariant
 
 
 class _Kept(threading.local):
@@ -217,7 +212,7 @@ class FastModel:
             only_reference,
             checked,
             numerics.batch_invariant,
-            asked_ops(numerics, capability, checkpoint.config),
+            asked_ops(numerics, capability, checkpoint.config, with_drafts),
         )
         source = TensorSource(checkpoint)
         loader = Loader(source, checkpoint.config, device, dequantized_bytes, ranks, tables)

@@ -239,7 +239,7 @@ def random_model(
     picked = pick_device(str(loader.device))
     numerics = numerics or NumericsConfig()
     alone = numerics.batch_invariant
-    asked = asked_ops(numerics, picked.capability, config)
+    asked = asked_ops(numerics, picked.capability, config, with_drafts)
     ops = Ops.resolve(picked.capability, only_reference, False, alone, asked)
     token_map = None
     if config.engram_layer_ids:
