@@ -93,14 +93,19 @@ def measure_kernels(
     tell: Callable[[str], None] = lambda text: None,
     points: Collection[tuple[str, int]] | None = None,
     compile_only: bool = False,
+    first: Collection[tuple[str, int]] = (),
+    keep: Callable[[list[KernelRecord]], None] = lambda records: None,
 ) -> list[KernelRecord]:
     """Compile and compare every member in `workers` processes, then time them in one.
 
     seconds  when to stop; what was not reached is recorded as left out
     points   (task, rows) to time, None = all
     compile_only  time nothing: records hold errors, and what failed
+    first    (task, rows) to time before the others
+    keep     called with the records of a task and row count once they are there
     """
-    end = time.monotonic() + seconds
+    begin = time.monotonic()
+    end = begin + seconds
     picked = pick_device(device)
     arch = picked.capability.arch
     members = list_members(shape, arch, only, peers, skip, points)
@@ -109,10 +114,19 @@ def measure_kernels(
     end_warm = time.monotonic() + (1.0 if compile_only else _WARM_SHARE) * seconds
     checked, worker = _warm(members, options, workers, end_warm)
     ceilings = Ceilings(**_expect(worker.ask("ceilings", [], _START_S)))
+    common = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine() | describe_card(picked.torch_device),
+        "versions": describe_versions(),
+        "ceilings": asdict(ceilings),
+    }
     timed: dict[str, dict[str, Any]] = {}
-    timeable = [] if compile_only else members
-    for (task, rows), group in groupby(timeable, key=lambda m: (m.task, m.rows)):
+    found: list[KernelRecord] = []
+    grouped = [list(group) for _, group in groupby(members, key=lambda m: (m.task, m.rows))]
+    for group in sorted(grouped, key=lambda g: (g[0].task, g[0].rows) not in first):
+        task, rows = group[0].task, group[0].rows
         keys = [m.key for m in group if "failed" not in checked.get(m.key, {"failed": ""})]
+        keys = [] if compile_only else keys
         while keys and time.monotonic() < end:
             answer = worker.ask("measure", keys, min(_MEASURE_S, end - time.monotonic() + 1.0))
             if "failed" in answer:  # the worker is lost, or the whole group is
@@ -122,16 +136,16 @@ def measure_kernels(
                 worker = worker.again()
             timed.update({k: v for k, v in answer.items() if k in keys})
             keys = [key for key in keys if key not in timed]
-        tell(f"{task}, {rows} rows: {_brief(members, timed, task, rows)}")
+        records = [
+            _record(m, checked.get(m.key), timed.get(m.key), ceilings, common) for m in group
+        ]
+        found += [_untimed(record) for record in records] if compile_only else records
+        keep(found[-len(group) :])
+        if not compile_only:
+            spent = time.monotonic() - begin
+            tell(f"{spent:.0f} s, {task}, {rows} rows: {_brief(group, timed)}")
     worker.close()
-    common = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine() | describe_card(picked.torch_device),
-        "versions": describe_versions(),
-        "ceilings": asdict(ceilings),
-    }
-    found = [_record(m, checked.get(m.key), timed.get(m.key), ceilings, common) for m in members]
-    return [_untimed(record) for record in found] if compile_only else found
+    return found
 
 
 def _untimed(record: KernelRecord) -> KernelRecord:
@@ -147,13 +161,9 @@ def _expect(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _brief(members: Sequence[Member], timed: Mapping[str, Any], task: str, rows: int) -> str:
-    parts = []
-    for member in members:
-        found = timed.get(member.key)
-        if (member.task, member.rows) == (task, rows) and found:
-            parts.append(f"{member.name} {_spelled(found)}")
-    return ", ".join(parts) or "left out"
+def _brief(group: Sequence[Member], timed: Mapping[str, Any]) -> str:
+    told = [f"{m.name} {_spelled(timed[m.key])}" for m in group if m.key in timed]
+    return ", ".join(told) or "left out"
 
 
 def _spelled(found: Mapping[str, Any]) -> str:

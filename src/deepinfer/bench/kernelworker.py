@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from deepinfer.bench.ceilings import measure_ceilings
-from deepinfer.bench.points import Member, Work, list_members
+from deepinfer.bench.points import Member, Work, list_members, shared_inputs
 from deepinfer.bench.timing import Clock, make_clock, single_sets
 from deepinfer.device import pick_device
 
@@ -104,7 +104,8 @@ def main(argv: Sequence[str]) -> int:
                 elif request["mode"] == "warm":
                     answer = warm(members[request["keys"][0]], device)
                 else:
-                    answer = measure([members[key] for key in request["keys"]], device)
+                    with shared_inputs():
+                        answer = measure([members[key] for key in request["keys"]], device)
         except Exception as error:
             say("answer", _failure(error))
         else:

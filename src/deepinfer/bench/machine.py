@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +18,7 @@ __all__ = [
     "cpu_count",
     "describe_card",
     "describe_machine",
+    "describe_sources",
     "describe_versions",
     "peak_memory_bytes",
 ]
@@ -42,11 +45,26 @@ def describe_versions() -> dict[str, str]:
     """Return the versions that can change a figure; torch's with its build, such as +cpu."""
     import torch  # only here: the package's own version leaves some builds out
 
-    found = {"deepinfer": deepinfer.__version__, "python": platform.python_version()}
+    found = {
+        "deepinfer": deepinfer.__version__,
+        "sources": describe_sources(),
+        "python": platform.python_version(),
+    }
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found | {"torch": torch.__version__}
+
+
+@cache
+def describe_sources() -> str:
+    """Return twelve digits that say which sources of this package ran: a hash of all of them."""
+    root = Path(deepinfer.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(p for kind in ("*.py", "*.cu", "*.cuh") for p in root.rglob(kind)):
+        digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def describe_card(device: object) -> dict[str, str | int]:

@@ -369,9 +369,10 @@ def _run_kernels(args: argparse.Namespace) -> int:
         note,
         GOAL_POINTS if args.goals else None,
         args.compile_only,
+        GOAL_POINTS,
+        lambda part: None if out is None else append(out, part),
     )
     if out is not None:
-        append(out, records)
         note(f"{out}: {len(records)} records added")
     if args.plot is not None:
         draw_kernels(records, Path(args.plot).expanduser())
