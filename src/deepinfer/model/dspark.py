@@ -156,6 +156,8 @@ class DraftModel:
                 opened, _ = run_open(step, block, self._sites[i], opened, attend, active)
             else:
                 opened = Open(*run_block(step, block, opened.stream, opened.pre, attend, active))
+        if self.side is not None:
+            self.side.end()
         opened = opened.close(ops)
         stream, pre = opened.stream, opened.pre
         hidden = ops.hyper_collapse(stream, pre)

@@ -98,6 +98,8 @@ def run_open(
     What the block's experts return stays open, for the next block or `Open.close`; beside it comes
     the stream that the block began with. Nothing is traced.
     """
+    weights, num_rows = block.attention, before.stream.shape[0]
+    step.fetch_ahead(num_rows, weights.wq_a_wkv, weights.wq_b)
     x, rounded, attn = begin(step, sites.attn, before, step.numerics.quantize)
     out = attend(x, rounded)
     middle = Open(attn.stream, attn.pre, out, attn.post, attn.comb)

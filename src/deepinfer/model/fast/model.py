@@ -284,6 +284,8 @@ class FastModel:
                     taps.add(began)
                 continue
             stream, pre = run_block(step, block, stream, pre, attend, config.num_experts_per_tok)
+        if step.side is not None:
+            step.side.end()
         if few is not None:
             pre = torch.from_numpy(few.pre)
         if opened is not None:
@@ -328,9 +330,12 @@ class FastModel:
             if layer.engram_idx is not None and block.engram and block.engram.table:
                 block.engram.table.look_ahead(rows[layer.engram_idx])
 
-    def branch(self, on: bool) -> None:
-        """Let steps that are recorded from now on have branches, or not."""
-        self.side = Side(self.device) if on else None
+    def branch(self, on: bool, fetches: bool = False) -> None:
+        """Let steps that are recorded from now on have branches, or not.
+
+        fetches  one of them fetches weights ahead
+        """
+        self.side = Side(self.device, fetches) if on else None
         if self.draft is not None:
             self.draft.side = self.side
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from deepinfer.cache.tensors import Caches
 from deepinfer.config import ModelConfig
 from deepinfer.kernels.index_score import IndexRounding
+from deepinfer.kernels.linear import Fp8Weight
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.quantize import QuantFormat
 from deepinfer.model.fast.beside import Side
@@ -20,6 +21,8 @@ from deepinfer.model.fast.inputs import ModelInputs
 __all__ = ["Numerics", "Pass", "Rotation", "Step"]
 
 T = TypeVar("T")
+
+_FEW_ROWS: Final = 96
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each [T, R/2] fp32."""
@@ -75,6 +78,14 @@ class Pass:
             return self.side.run(work)
         found = work()
         return lambda: found
+
+    def fetch_ahead(self, num_rows: int, *weights: Fp8Weight) -> None:
+        """Bring weights of products to come into the card's cache, where a step does that.
+
+        Products of many rows are bound by other things, and read other copies.
+        """
+        if self.side is not None and self.side.fetches and self.branches and num_rows <= _FEW_ROWS:
+            self.side.fetch(*weights)
 
     @property
     def fuses(self) -> bool:
