@@ -75,7 +75,7 @@ struct Kernel {
   static_assert(!AHEAD || !FP8, "of bf16");
   static constexpr int MAX_EXPERTS = 512;
   static constexpr int THREADS = 128 * (GROUPS + 1);
-  static constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;
+  static constexpr int CHUNK = GROUPS == 4 ? 32 : TOKENS < 64 ? TOKENS : 64;  // stored at a time
   static constexpr int SHARED = STAGES * (WEIGHT_BYTES + TOKEN_BYTES) + GROUPS * CHUNK * 128 +
                                 20 * STAGES + 4 * (MAX_EXPERTS + 1) + 1024 + 64;
   static constexpr int BOX = BOXES ? TOKENS : 0;  // rows of a box
@@ -635,6 +635,8 @@ struct Kernel {
       fitting<TOKENS, 8, 16, 24, 32>(rows, with);
     else if constexpr (TOKENS == 48)
       fitting<TOKENS, 8, 16, 24, 32, 40, 48>(rows, with);
+    else if constexpr (TOKENS == 64 && GROUPS == 4)
+      fitting<TOKENS, 8, 16, 24, 32, 40, 48, 56, 64>(rows, with);
     else if constexpr (TOKENS == 64)
       fitting<TOKENS, 16, 32, 48, 64>(rows, with);
     else if constexpr (BOXES)

@@ -32,6 +32,8 @@ SCHEDULES: Final[Schedules] = {
 }
 """Schedules by the most rows that an expert has on average."""
 
+_GUESS: Final = 0
+
 _LEAST_TILE: Final = 32
 """Rows of the smallest tile of tokens."""
 
@@ -57,12 +59,16 @@ def experts(
     quantize: bool,
     *,
     name: str = "",
+    guess: int | None = None,
 ) -> Tensor:
     """As `expert_linear.packed.experts`, with the same bits.
 
-    name  the schedule, by default those that the number of rows allows
+    name   the schedule, by default those that the number of rows allows
+    guess  bytes of each block's first weights to load before it is known which they are
     """
     count, device = rows.shape[0], x.device
+    if guess is None:
+        guess = _GUESS if 4 * w2.experts <= count <= 48 * w2.experts else 0
     state = torch.empty(1 + w2.experts + -(-count // _LEAST_TILE), dtype=torch.int32, device=device)
     scale = hidden_scale = None
     if w1_w3.decoded is Decoded.FP4_E4M3:
@@ -81,6 +87,6 @@ def experts(
             nvcc.load(SOURCE), schedule, device, tokens, scale, w1_w3.data, w1_w3.row_scale,
             w2.data, w2.row_scale, offsets, weight, gate_up, hidden, hidden_scale, out, state,
             w2.experts, w1_w3.inputs, w2.inputs, count, least, most, float(limit), int(quantize),
-            nvcc.processors(device),
+            guess, nvcc.processors(device),
         )  # fmt: skip
     return out

@@ -106,8 +106,8 @@ __device__ inline void clear(u32* counts, int words) {
 __global__ void gather_kernel(const unsigned short* x, unsigned short* out, const long long* source,
                               const long long* offsets, int experts, int inputs, long long x_row,
                               u32* counts, int words) {
-  previous_kernel_wait();
   next_kernel_may_start();
+  previous_kernel_wait();
   clear(counts, words);
   const long long row = blockIdx.x, from = source_of(source, offsets, experts);
   if (from < 0) return;
@@ -120,8 +120,8 @@ __global__ void gather_kernel(const unsigned short* x, unsigned short* out, cons
 __global__ void fold_kernel(const unsigned short* x, unsigned char* codes, float* scale,
                             const long long* source, const long long* offsets, int experts, int inputs,
                             long long x_row, u32* counts, int words) {
-  previous_kernel_wait();
   next_kernel_may_start();
+  previous_kernel_wait();
   clear(counts, words);
   const long long row = blockIdx.x, from = source_of(source, offsets, experts);
   if (from < 0) return;
