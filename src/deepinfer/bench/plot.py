@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deepinfer.bench.evalreport import EvalRecord, Figure
+from deepinfer.bench.kernelreport import GOALS
 from deepinfer.bench.kernels import KernelRecord
 from deepinfer.bench.speculation import Outcome
 from deepinfer.errors import UnsupportedError
@@ -92,6 +93,7 @@ def draw_kernels(records: Sequence[KernelRecord], file: Path) -> None:
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Page
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     done = [record for record in records if not record.failed]
     tasks = sorted({record.task for record in done}) or ["nothing measured"]
@@ -113,11 +115,22 @@ def draw_kernels(records: Sequence[KernelRecord], file: Path) -> None:
             ink = _INK[i % len(_INK)]
             rows, times = [f[0] for f in found], [f[1] for f in found]
             panel.plot(rows, times, style, ms=3, lw=1, label=name, c=ink)
-        floors = sorted({(r.rows, r.floor_us) for r in part if r.op and r.floor_us > 0})
+        floors: dict[int, float] = {}
+        for r in part:
+            if r.op and r.floor_us > 0:
+                floors[r.rows] = min(r.floor_us, floors.get(r.rows, r.floor_us))
         if floors:
-            panel.plot(*zip(*floors, strict=True), ":", c="#bbbbbb", lw=1, label="floor")
+            panel.plot(*zip(*sorted(floors.items()), strict=True), ":", c="#bbbbbb", label="floor")
+        marks = [goal for goal in GOALS if goal.tasks == (task,)]
+        if marks:
+            panel.plot([g.rows for g in marks], [g.us for g in marks], "k*", ms=6, label="goal")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.set_xticks(sorted({r.rows for r in part}))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter(NullFormatter())
         _legend(panel)
     if records:
         machine = records[0].machine or {}
