@@ -46,7 +46,7 @@ def test_a_branch_begins_behind_what_was_before_and_is_awaited_where_it_joins(
     join = side.run(lambda: told.append("work") or 5)
     told.append("beside it")
     assert join() == 5
-    side.fetch()
+    side.fetch(6)
     side.end()
     side.end()
     fork, end = "second waits for first", "first waits for second"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deepinfer.kernels import nvcc
+from deepinfer.kernels.linear.copied import held_copy
 from deepinfer.kernels.packed.kept import held_form
 
 if TYPE_CHECKING:
@@ -16,14 +17,16 @@ __all__ = ["fetch_ahead"]
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 
 
-def fetch_ahead(weight: Fp8Weight, most_bytes: int) -> int:
-    """Ask for a weight's packed bytes, at most so many; returns how many were asked for.
+def fetch_ahead(weight: Fp8Weight, num_rows: int, most_bytes: int) -> int:
+    """Ask for what a product of so many rows reads of a weight; returns how many bytes were asked.
 
-    None where it has no packed form, which Hopper's products make at their first use.
+    None where it is neither packed nor copied, which Hopper's products do at their first use.
     """
-    packed = held_form(weight.codes)
-    if packed is None:
-        return 0
-    size = min(packed.data.numel() * packed.data.element_size(), most_bytes)
-    nvcc.call(nvcc.load(SOURCE), "fetch_ahead", packed.data.device, packed.data, size)
+    read = held_copy(weight.codes, num_rows)
+    if read is None:
+        packed = held_form(weight.codes)
+        read = None if packed is None else packed.data
+    size = 0 if read is None else min(read.numel() * read.element_size(), most_bytes)
+    if read is not None and size:
+        nvcc.call(nvcc.load(SOURCE), "fetch_ahead", read.device, read, size)
     return size

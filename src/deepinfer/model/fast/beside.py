@@ -56,12 +56,12 @@ class Side:
 
         return join
 
-    def fetch(self, *weights: Fp8Weight) -> None:
-        """Fetch weights ahead, the first ones first."""
+    def fetch(self, num_rows: int, *weights: Fp8Weight) -> None:
+        """Fetch what products of so many rows read of weights ahead, the first ones first."""
         with torch.cuda.stream(self._fork()):
             left = _AHEAD
             for weight in weights:
-                left -= fetch_ahead(weight, left)
+                left -= fetch_ahead(weight, num_rows, left)
 
     def end(self) -> None:
         """Join whatever branch is open: a recording ends on the stream that it began on."""

@@ -22,7 +22,7 @@ __all__ = ["Numerics", "Pass", "Rotation", "Step"]
 
 T = TypeVar("T")
 
-_FEW_ROWS: Final = 96
+_FEW_ROWS: Final = 256
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each [T, R/2] fp32."""
@@ -80,12 +80,10 @@ class Pass:
         return lambda: found
 
     def fetch_ahead(self, num_rows: int, *weights: Fp8Weight) -> None:
-        """Bring weights of products to come into the card's cache, where a step does that.
-
-        Products of many rows are bound by other things, and read other copies.
-        """
-        if self.side is not None and self.side.fetches and self.branches and num_rows <= _FEW_ROWS:
-            self.side.fetch(*weights)
+        """Bring weights of products to come into the card's cache, where a step does that."""
+        few = num_rows <= _FEW_ROWS  # those of many rows are bound by other things
+        if self.side is not None and self.side.fetches and few and self.branches:
+            self.side.fetch(num_rows, *weights)
 
     @property
     def fuses(self) -> bool:
