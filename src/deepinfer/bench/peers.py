@@ -251,7 +251,7 @@ def _deep_gemm_masked(rows: int, device: torch.device) -> Work:
 def _expert_peers(task: str, rows: int, n: int, k: int, arch: str) -> list[Member]:
     found = []
     if arch == "sm90" and is_usable("humming"):
-        for kind, note in (("bf16", "W4A16, exact"), ("fp8", "W4A8, a scale per token")):
+        for kind, note in (("bf16", "W4A16, exact"), ("fp8", "W4A8, rows quantized before")):
             name = "Humming W4A16" if kind == "bf16" else "Humming W4A8"
             build = partial(_humming, rows, n, k, _LOCAL, kind, True)
             found.append(_peer(task, rows, name, build, "bf16" if kind == "bf16" else "fp8", note))
