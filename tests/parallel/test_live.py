@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -15,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import deepinfer.parallel.live as live
 from deepinfer.errors import DeepInferError
+from deepinfer.parallel import balance, live
 from deepinfer.parallel.balance import (
     LoadWindow,
     Placement,
@@ -27,10 +30,16 @@ from deepinfer.parallel.balance import (
 from deepinfer.parallel.comm import Group
 from deepinfer.parallel.experts import ExpertMaps, LayerExperts
 from deepinfer.parallel.live import BalancedLayer, LiveBalancer
-from deepinfer.parallel.moves import Moves, plan_all, plan_moves
+from deepinfer.parallel.moves import _PROGRAM, Moves, plan_all, plan_moves
 
 LAYERS, EXPERTS, EXTRA, RANKS = 3, 16, 8, 4
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan quickly: these tests are about what follows a plan."""
+    monkeypatch.setattr(balance, "_TRIED", 2)
 
 
 class Wires:
@@ -112,6 +121,12 @@ class Rank:
             self.layers.append(BalancedLayer(experts, (codes, scale), derived))
         self.balancer = LiveBalancer(self.layers, group, group, **settings)
 
+    def between(self, was_decode: bool) -> None:
+        """Stand between two steps, which take longer than a plan."""
+        self.balancer.between(was_decode)
+        if self.balancer._thread is not None:
+            self.balancer._thread.join()
+
     def check(self) -> None:
         """Every slot holds what the maps say, and the maps are those of the placement."""
         placement = self.balancer.placements[0]
@@ -137,7 +152,7 @@ def run(
         rank, rng = ranks[place], np.random.default_rng(place)
         was_decode = False
         for step in range(steps):
-            rank.balancer.between(was_decode)
+            rank.between(was_decode)
             rank.check()
             digests[place].append(rank.balancer.placements[0].digest)
             was_decode = step % 5 != 4
@@ -200,7 +215,7 @@ def test_prefill_alone_is_planned_for_as_well() -> None:
         rng = np.random.default_rng(rank.balancer._control.place)
         rank.layers[0].experts.counts += 10**6  # what a rehearsal has left
         for step in range(40):
-            rank.balancer.between(step % 8 == 7)
+            rank.between(step % 8 == 7)
             rank.check()
             shares = np.full(EXPERTS, 1 / EXPERTS) if step % 8 == 6 else skewed(0)
             for layer in rank.layers:
@@ -256,7 +271,21 @@ def test_the_better_of_two_ways_is_taken() -> None:
     assert peaks[0] > peaks[1] > peaks[2]
 
 
-def test_a_process_of_its_own_plans_the_same() -> None:
+def test_a_process_that_plans_ends_with_the_one_that_asked() -> None:
+    """Before it is done: forty layers take it ten seconds."""
+    window = LoadWindow(32, 40, 384)
+    for step in range(32):
+        window.add(np.random.default_rng(step).poisson(20, (40, 384)))
+    work = [(initial_placement(40, 384, 64, 64), window)]
+    data = pickle.dumps([path for path in sys.path if path]) + pickle.dumps((work, 1000, 1))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _PROGRAM], input=data, capture_output=True, timeout=60
+    )
+    assert done.returncode == 1 and not done.stdout and not done.stderr
+
+
+def test_a_process_of_its_own_plans_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     window = LoadWindow(8, 1, EXPERTS)
     rng = np.random.default_rng(0)
     for _ in range(8):

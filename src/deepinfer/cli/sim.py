@@ -143,6 +143,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(f"{settings.gpus} GPUs, {settings.groups} expert groups, times of '{times.name}'")
     for key in found[0]:
+        if "user" in key and not any(each[key] for each in found):
+            print(f"  {key:<24} {'-':>12} no request began and ended in the counted steps")
+            continue
         mean, half = interval([each[key] for each in found])
         width = f"± {half:.2g}" if math.isfinite(half) else ""
         print(f"  {key:<24} {mean:12,.4g} {width}")

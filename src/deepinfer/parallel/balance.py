@@ -47,10 +47,10 @@ UNIT: Final = 720720
 """Loads are counts times this, the least number that 1 to 16 copies divide."""
 
 _SHRINK: Final = 8
-_MOST_TRUST: Final = 4
+_MOST_TRUST: Final = 4  # of few steps; one more for every 16 of many
 _LOOKED_AT: Final = 256
 _FEW_SLOTS: Final = 64  # of a layer: other copies are tried behind the greedy ones
-_TRIED: Final = 3  # experts that give a copy, and that take one, and rounds
+_TRIED: Final = 6  # experts that give a copy, and that take one, and rounds
 _EVENED: Final = 8  # ranks that are tried as givers before evening out ends
 _EVEN_BITS: Final = 20  # of a load, so that sums of products stay far from overflow
 
@@ -305,7 +305,7 @@ def plan_by_steps(
 
     trust      0 to 8: how far the difference of a step from the window's mean is believed, in
                eighths; 8 follows the window exactly, which few steps do not deserve. None: what
-               steps differ by beyond chance, from 1 to 4
+               steps differ by beyond chance, at least 1 and at most 4, or 8 of 128 steps
     exchanges  most exchanges of two slots behind the greedy placement, for the sum of peaks
     evenings   most exchanges behind these, for the sum of squares: a step that nobody has seen has
                its peak on any rank, not only on that which had it before
@@ -437,7 +437,8 @@ def _trust(loads: Ints) -> int:
     chance = int(total.sum()) * (steps - 1)
     if spread <= chance:
         return 1
-    return min(max((2 * _SHRINK * (spread - chance) + spread) // (2 * spread), 1), _MOST_TRUST)
+    most = min(_SHRINK, max(_MOST_TRUST, steps // 16))
+    return min(max((2 * _SHRINK * (spread - chance) + spread) // (2 * spread), 1), most)
 
 
 def _weights(loads: NDArray[np.integer], trust: int | None) -> Ints:

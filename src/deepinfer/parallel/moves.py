@@ -6,6 +6,7 @@ launches steps. So large plans are made by a process that gets everything throug
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import subprocess
 import sys
@@ -24,13 +25,14 @@ _MOVE_ROWS: Final = 512
 _SMALL: Final = 2048
 """Most slots of all layers that are planned in the calling process."""
 _PROGRAM: Final = """
-import os, pickle, sys
+import os, pickle, sys, threading
 source = sys.stdin.buffer
 sys.path[:0] = pickle.load(source)
 from deepinfer.parallel.moves import plan_moves
 if hasattr(os, "nice"):
     os.nice(5)
 work, horizon, spare = pickle.load(source)
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 pickle.dump([plan_moves(now, window, horizon, spare) for now, window in work], sys.stdout.buffer)
 """
 
@@ -75,20 +77,27 @@ def plan_all(
 ) -> list[Moves]:
     """Plan several groups of layers, in a process of its own where that takes long.
 
-    small  most slots that are planned here. Raises DeepInferError when the process fails.
+    small  most slots that are planned here. Raises DeepInferError when the process fails. Its input
+           is open while it plans; when this process ends, however it does, the other ends with it
     """
     if sum(now.slots.size for now, _ in work) <= small:
         return [plan_moves(now, window, horizon, spare) for now, window in work]
     data = pickle.dumps([path for path in sys.path if path])
     data += pickle.dumps((list(work), horizon, spare))
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-P", "-c", _PROGRAM],
-        input=data,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         process_group=0,  # Ctrl-C is for the engine
-    )
-    if done.returncode:
-        told = done.stderr.decode(errors="replace").strip().splitlines() or ["nothing was told"]
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(data)
+            child.stdin.flush()
+        made, why = child.stdout.read(), child.stderr.read()
+    if child.returncode:
+        told = why.decode(errors="replace").strip().splitlines() or ["nothing was told"]
         raise DeepInferError(f"planning where experts go failed: {told[-1]}")
-    found: list[Moves] = pickle.loads(done.stdout)
+    found: list[Moves] = pickle.loads(made)
     return found
