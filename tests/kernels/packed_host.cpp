@@ -114,7 +114,7 @@ int run_chain(const Chain& c, int blocks) {
 extern "C" int gather(const void* x, void* out, const void* source, const void* offsets, long long rows,
                       long long experts, long long inputs, long long x_row, void* counts,
                       long long words, void*) {
-  host::launch(int(rows), int(inputs / VALUES), 0, [=] {
+  host::launch(int(rows), COPIERS, 0, [=] {
     gather_kernel((const unsigned short*)x, (unsigned short*)out, (const long long*)source,
                   (const long long*)offsets, int(experts), int(inputs), x_row,
                   (u32*)counts, int(words));
@@ -125,7 +125,7 @@ extern "C" int gather(const void* x, void* out, const void* source, const void* 
 extern "C" int fold(const void* x, void* codes, void* scale, const void* source, const void* offsets,
                     long long rows, long long experts, long long inputs, long long x_row, void* counts,
                       long long words, void*) {
-  host::launch(int(rows), int(inputs / VALUES), 0, [=] {
+  host::launch(int(rows), COPIERS, 0, [=] {
     fold_kernel((const unsigned short*)x, (unsigned char*)codes, (float*)scale, (const long long*)source,
                 (const long long*)offsets, int(experts), int(inputs), x_row,
                   (u32*)counts, int(words));

@@ -7,11 +7,11 @@ namespace {
 
 // A row for each block, beginning while the kernel before it ends.
 template <class... Parameters, class... Arguments>
-int start(void (*kernel)(Parameters...), long long rows, long long inputs, void* stream,
+int start(void (*kernel)(Parameters...), long long rows, long long threads, void* stream,
           Arguments... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(rows));
-  config.blockDim = dim3(static_cast<unsigned>(inputs / VALUES));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attribute[1];
   attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -27,7 +27,7 @@ int start(void (*kernel)(Parameters...), long long rows, long long inputs, void*
 extern "C" int gather(const void* x, void* out, const void* source, const void* offsets, long long rows,
                       long long experts, long long inputs, long long x_row, void* counts,
                       long long words, void* stream) {
-  return start(gather_kernel, rows, inputs, stream, static_cast<const unsigned short*>(x),
+  return start(gather_kernel, rows, COPIERS, stream, static_cast<const unsigned short*>(x),
                static_cast<unsigned short*>(out), static_cast<const long long*>(source),
                static_cast<const long long*>(offsets), experts, inputs, x_row,
                static_cast<u32*>(counts), words);
@@ -36,7 +36,7 @@ extern "C" int gather(const void* x, void* out, const void* source, const void* 
 extern "C" int fold(const void* x, void* codes, void* scale, const void* source, const void* offsets,
                     long long rows, long long experts, long long inputs, long long x_row,
                     void* counts, long long words, void* stream) {
-  return start(fold_kernel, rows, inputs, stream, static_cast<const unsigned short*>(x),
+  return start(fold_kernel, rows, COPIERS, stream, static_cast<const unsigned short*>(x),
                static_cast<unsigned char*>(codes), static_cast<float*>(scale),
                static_cast<const long long*>(source), static_cast<const long long*>(offsets), experts,
                inputs, x_row, static_cast<u32*>(counts), words);
@@ -48,7 +48,7 @@ extern "C" int gate(const void* gate_up, const void* weight, void* out, void* sc
   const auto kernel = fold       ? gate_kernel<false, true>
                       : quantize ? gate_kernel<true, false>
                                  : gate_kernel<false, false>;
-  return start(kernel, rows, inputs, stream, static_cast<const unsigned short*>(gate_up),
+  return start(kernel, rows, inputs / VALUES, stream, static_cast<const unsigned short*>(gate_up),
                static_cast<const float*>(weight), out, static_cast<float*>(scale),
                static_cast<const long long*>(offsets), experts, inputs, limit);
 }

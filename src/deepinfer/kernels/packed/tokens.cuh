@@ -1,13 +1,15 @@
 // Tokens between the products of an expert: gated, rounded with ACT8 or folded into e4m3 codes.
 //
-// One block a row, eight values a thread, everything in registers between one read and one write.
+// One block a row, everything in registers between one read and one write.
 #pragma once
 #include "decode.cuh"
 #ifdef __CUDACC__
 #include "ptx.cuh"
 #endif
 
-constexpr int VALUES = 8;  // of a thread; four threads hold a group of 32
+constexpr int VALUES = 8;    // of a thread at a time; four threads hold a group of 32
+constexpr int COPIERS = 128;  // threads of a row that is copied or folded: many rows under way
+constexpr int PIECES = 8;     // of eight values, most of such a thread
 
 struct Eight {
   float v[VALUES];
@@ -96,6 +98,14 @@ __device__ inline long long source_of(const long long* source, const long long* 
   return blockIdx.x < offsets[experts] ? source[blockIdx.x] : -1;
 }
 
+// Where a thread's i-th piece of a row begins, and all its pieces.
+__device__ inline int place(int i) { return (i * COPIERS + int(threadIdx.x)) * VALUES; }
+__device__ inline void load_row(const unsigned short* row, int inputs, uint4 (&held)[PIECES]) {
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    if (place(i) < inputs) held[i] = *reinterpret_cast<const uint4*>(row + place(i));
+}
+
 // Words that the kernel behind counts with begin at zero.
 __device__ inline void clear(u32* counts, int words) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x)
@@ -111,9 +121,12 @@ __global__ void gather_kernel(const unsigned short* x, unsigned short* out, cons
   clear(counts, words);
   const long long row = blockIdx.x, from = source_of(source, offsets, experts);
   if (from < 0) return;
-  const int at = threadIdx.x * VALUES;
-  *reinterpret_cast<uint4*>(out + row * inputs + at) =
-      *reinterpret_cast<const uint4*>(x + from * x_row + at);
+  uint4 held[PIECES];
+  load_row(x + from * x_row, inputs, held);
+  uint4* to = reinterpret_cast<uint4*>(out + row * inputs);
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    if (place(i) < inputs) to[place(i) / VALUES] = held[i];
 }
 
 // x [T, K] bf16 -> codes [rows, K], scale [rows], of its rows in order or as `source` names them
@@ -125,10 +138,17 @@ __global__ void fold_kernel(const unsigned short* x, unsigned char* codes, float
   clear(counts, words);
   const long long row = blockIdx.x, from = source_of(source, offsets, experts);
   if (from < 0) return;
-  const Eight v = unpack(*reinterpret_cast<const uint4*>(x + from * x_row + threadIdx.x * VALUES));
-  const float factor = scale_of(row_largest(largest(v)));
+  uint4 held[PIECES];
+  load_row(x + from * x_row, inputs, held);
+  float most = 0.f;
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    if (place(i) < inputs) most = fmaxf(most, largest(unpack(held[i])));
+  const float factor = scale_of(row_largest(most)), inverse = inverse_of(factor);
   if (threadIdx.x == 0) scale[row] = factor;
-  store_codes(codes + row * inputs + threadIdx.x * VALUES, v, inverse_of(factor));
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    if (place(i) < inputs) store_codes(codes + row * inputs + place(i), unpack(held[i]), inverse);
 }
 
 // gate_up [rows, 2 K] bf16 -> out [rows, K] bf16, rounded with ACT8 where QUANTIZE; or codes and scale

@@ -15,7 +15,7 @@ __all__ = ["SOURCE", "fold_tokens", "gate_tokens", "gather_tokens"]
 SOURCE: Final = Path(__file__).with_name("tokens.cu")
 
 _MOST: Final = 8 * 1024
-"""Inputs of a row: eight a thread."""
+"""Inputs of a row."""
 
 
 def _takes(x: Tensor, inputs: int) -> bool:
