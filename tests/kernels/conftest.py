@@ -23,24 +23,26 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def host_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.CDLL]:
+@pytest.fixture(scope="session")
+def host_library(built_once: Callable[..., Path]) -> Callable[[str, str], ctypes.CDLL]:
     """Build a source of this folder, a kernel on a CPU, and load it; skip where g++ is missing."""
 
     def build(source: str, optimize: str) -> ctypes.CDLL:
         compiler = shutil.which("g++")
         if compiler is None:
             pytest.skip("g++ is not installed")
-        target = (tmp_path_factory.mktemp("host") / source).with_suffix(".so")
         # Without -fno-gnu-unique two such libraries in a process share their fibers.
         flags = (optimize, "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{HERE}")
-        done = subprocess.run(
-            [compiler, *flags, "-o", str(target), str(HERE / source)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert not done.returncode, done.stderr[-3000:]
-        return ctypes.CDLL(str(target))
+
+        def make(folder: Path) -> None:
+            done = subprocess.run(
+                [compiler, *flags, "-o", str(folder / "host.so"), str(HERE / source)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert not done.returncode, done.stderr[-3000:]
+
+        return ctypes.CDLL(str(built_once(source, make) / "host.so"))
 
     return build

@@ -40,10 +40,9 @@ def test_kernels_equal_the_reference_and_rows_do_not_depend_on_their_batch(seed:
 
 
 @needs_triton
-@pytest.mark.parametrize("arch", ["80", "90", "100"])
-def test_kernels_compile(arch: str) -> None:
-    """A binary from ptxas for every kernel and set of types; nothing runs."""
-    assert int(start("compile", arch).split()[0]) >= 30
+def test_kernels_compile() -> None:
+    """A binary from ptxas for every kernel, set of types and generation; nothing runs."""
+    assert int(start("compile", "80", "90", "100").split()[0]) >= 30
 
 
 def card(arch: str) -> Capability:

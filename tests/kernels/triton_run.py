@@ -407,11 +407,13 @@ def run(seed: int) -> list[str]:
         op = implementation(case.op, "triton")
         define = implementation(case.op, "reference")
         told = set()
-        arguments = case.build(9, torch.Generator().manual_seed(seed))
+        # Interpreted, every entry that attention loads takes milliseconds.
+        count = 5 if case.op == "paged_attention" else 9
+        arguments = case.build(count, torch.Generator().manual_seed(seed))
         together = tensors(op(*arguments))
         for mine, want in zip(together, tensors(define(*arguments)), strict=True):
             told.add(problem(case, mine, want))
-        for rows in (torch.tensor([0]), torch.tensor([2, 8])):
+        for rows in (torch.tensor([0]), torch.tensor([2, count - 1])):
             apart = tensors(op(*case.select(arguments, rows)))
             for mine, whole in zip(apart, together, strict=True):
                 if not torch.equal(mine, whole[rows]):
