@@ -66,9 +66,12 @@ def prepared(fn: DenseWeight) -> Tensor:
 
 
 def accepts_streams(h: Tensor, base: Tensor) -> bool:
-    """Whether the kernel takes streams: bf16, the published dimensions."""
+    """Whether the kernel takes streams: bf16, the published dimensions.
+
+    A slice of a card without multiprocessors for all blocks that wait for each other runs Triton.
+    """
     published = tuple(h.shape[1:]) == (STREAMS, WIDTH) and base.shape[0] == OUTPUTS
-    return h.dtype == torch.bfloat16 and published
+    return h.dtype == torch.bfloat16 and published and nvcc.processors(h.device) >= SLICES
 
 
 def accepts(h: Tensor, weights: SiteWeights) -> bool:

@@ -27,11 +27,15 @@ SOURCE: Final = Path(__file__).with_name("sm90.cu")
 EXPERTS, WIDTH, PARTS, TILE = 384, 5120, 8, 16
 MOST_ACTIVE: Final = 32
 FEW_ROWS: Final = 32  # up to here blocks take 48 experts, else 96
+_BLOCKS: Final = 64  # of a group, half of them where they are wide
 _MOST_GROUPS: Final = 64
 
 
 def accepts(x: Tensor, gate: DenseWeight, bias: Tensor, num_active: int) -> bool:
-    """Whether the kernel takes a call: bf16 in aligned pieces, the published dimensions."""
+    """Whether the kernel takes a call: bf16 in aligned pieces, the published dimensions.
+
+    A slice of a card without multiprocessors for all blocks that wait for each other runs Triton.
+    """
     stored = gate.stored
     return (
         x.dtype == stored.dtype == torch.bfloat16
@@ -42,12 +46,13 @@ def accepts(x: Tensor, gate: DenseWeight, bias: Tensor, num_active: int) -> bool
         and bias.dtype == torch.float32
         and bias.is_contiguous()
         and 0 < num_active <= MOST_ACTIVE
+        and nvcc.processors(x.device) >= _BLOCKS
     )
 
 
 def groups(num_rows: int, processors: int, wide: bool) -> int:
     """How many groups of tokens are under way at once: all their blocks must run."""
-    return max(1, min(processors // (32 if wide else 64), -(-num_rows // TILE)))
+    return max(1, min(processors // (_BLOCKS // 2 if wide else _BLOCKS), -(-num_rows // TILE)))
 
 
 _settled: set[int] = set()
