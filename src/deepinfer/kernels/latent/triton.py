@@ -70,20 +70,13 @@ def _latent_entry(
 
 
 @triton.jit
-def _latent_store(
-    both, q_norm, kv_norm, cos, sin, idx, latent, codes, scales, dense, Q, D, R, stride, eps,
-    entries, code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
-    LATENT: tl.constexpr, QUANTIZE: tl.constexpr, NORM: tl.constexpr,
-    FORMAT: tl.constexpr, DENSE: tl.constexpr,
-    BQ: tl.constexpr, BD: tl.constexpr, SIZE: tl.constexpr,
+def _put_row(
+    source, kv_norm, cos, sin, idx, codes, scales, dense, row, D, R, eps, entries,
+    code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
+    NORM: tl.constexpr, FORMAT: tl.constexpr, DENSE: tl.constexpr,
+    BD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """As `_latent_entry`, the entry quantized into its cache; without the latent, Q is 0."""
-    in_turn()
-    row = tl.program_id(0).to(tl.int64)
-    source = both + row * stride
-    if LATENT:
-        _put_latent(source, q_norm, latent, row, Q, eps, QUANTIZE, BQ)
-        source += Q
+    """Norm, rotate and quantize one row's entry into its place."""
     place = tl.load(idx + row)
     if place >= 0:
         column = tl.arange(0, BD)
@@ -96,19 +89,41 @@ def _latent_store(
         if NORM:
             scale = _norm_scale(values, D, eps)
             values = tl.load(kv_norm + column, held, 0.0) * (values * scale)
-            values = narrow(values, both.dtype.element_ty).to(tl.float32)
+            values = narrow(values, source.dtype.element_ty).to(tl.float32)
             others = tl.load(kv_norm + partner, turned, 0.0) * (others * scale)
-            others = narrow(others, both.dtype.element_ty).to(tl.float32)
+            others = narrow(others, source.dtype.element_ty).to(tl.float32)
         pair = tl.where(turned, (column - (D - R)) // 2, 0)
         c = tl.load(cos + row * (R // 2) + pair, turned, 0.0)
         s = tl.load(sin + row * (R // 2) + pair, turned, 0.0)
         rotated = values * c + others * tl.where(odd == 1, s, -s)
-        rotated = narrow(rotated, both.dtype.element_ty).to(tl.float32)
+        rotated = narrow(rotated, source.dtype.element_ty).to(tl.float32)
         values = tl.reshape(tl.where(turned, rotated, values), (BD // SIZE, SIZE))
         put_entry(
             values, place, codes, scales, dense, D, entries,
             code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
             FORMAT, DENSE, BD // SIZE, SIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _latent_store(
+    both, q_norm, kv_norm, cos, sin, idx, latent, codes, scales, dense, Q, D, R, stride, eps,
+    entries, code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
+    LATENT: tl.constexpr, QUANTIZE: tl.constexpr, NORM: tl.constexpr,
+    FORMAT: tl.constexpr, DENSE: tl.constexpr,
+    BQ: tl.constexpr, BD: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """As `_latent_entry`, the entry quantized into its cache by a program of its own."""
+    in_turn()
+    row = tl.program_id(0).to(tl.int64)
+    source = both + row * stride
+    if LATENT and tl.program_id(1) == 1:
+        _put_latent(source, q_norm, latent, row, Q, eps, QUANTIZE, BQ)
+    else:
+        _put_row(
+            source + Q, kv_norm, cos, sin, idx, codes, scales, dense, row, D, R, eps, entries,
+            code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
+            NORM, FORMAT, DENSE, BD, SIZE,
         )  # fmt: skip
 
 
@@ -182,8 +197,9 @@ def _launch_store(
     size, rank = group_size(cache), 0 if q_norm is None else q_norm.shape[0]
     parts, strides = parts_of(cache)
     unused = cos.contiguous()
+    grid = both.shape[0], 1 if latent is None else 2
     launch(
-        _latent_store, (both.shape[0],), both, unused if q_norm is None else q_norm.contiguous(),
+        _latent_store, grid, both, unused if q_norm is None else q_norm.contiguous(),
         unused if kv_norm is None else kv_norm.contiguous(), unused, sin.contiguous(),
         idx.contiguous(), both if latent is None else latent, *parts, rank, cache.dim,
         2 * cos.shape[1], both.stride(0), eps, cache.codes.shape[1], *strides,
