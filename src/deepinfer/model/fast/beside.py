@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import torch
 
 from deepinfer.kernels.fetch_ahead import fetch_ahead
-from deepinfer.kernels.linear import Fp8Weight
+from deepinfer.kernels.linear import DenseWeight, Fp8Weight
 
 __all__ = ["Side"]
 
@@ -56,7 +56,7 @@ class Side:
 
         return join
 
-    def fetch(self, num_rows: int, *weights: Fp8Weight) -> None:
+    def fetch(self, num_rows: int, *weights: DenseWeight | Fp8Weight) -> None:
         """Fetch what products of so many rows read of weights ahead, the first ones first."""
         with torch.cuda.stream(self._fork()):
             left = _AHEAD

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepinfer.cache.tensors import Caches
 from deepinfer.config import ModelConfig
 from deepinfer.kernels.index_score import IndexRounding
-from deepinfer.kernels.linear import Fp8Weight
+from deepinfer.kernels.linear import DenseWeight, Fp8Weight
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.quantize import QuantFormat
 from deepinfer.model.fast.beside import Side
@@ -79,7 +79,7 @@ class Pass:
         found = work()
         return lambda: found
 
-    def fetch_ahead(self, num_rows: int, *weights: Fp8Weight) -> None:
+    def fetch_ahead(self, num_rows: int, *weights: DenseWeight | Fp8Weight) -> None:
         """Bring weights of products to come into the card's cache, where a step does that."""
         few = num_rows <= _FEW_ROWS  # those of many rows are bound by other things
         if self.side is not None and self.side.fetches and few and self.branches:
