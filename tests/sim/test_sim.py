@@ -353,8 +353,12 @@ def test_times_are_fitted_to_steps_taken_apart_and_tell_others(
     assert main(["sim", "check", str(file), "--fit", str(file), "--hold", "16"]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("  fitted\n") == 3 and "predicted: 4 steps" in shown.out
+    assert main(["sim", "check", str(file), "--each"]) == 0
+    shown = capsys.readouterr()
+    assert " fitted\n" not in shown.out and "predicted: 7 steps" in shown.out
+    assert float(shown.out.rsplit("average, ", 1)[1].split("%")[0]) < 20  # bends elsewhere
     with file.open("w") as lines:  # beside its slice a shared step needs no fit
-        for what, us in (("slice", 5e3), ("fixed", 9e3), ("symm", 5.2e3)):
+        for what, us in (("slice", 5e3), ("fixed", 9e3), ("symm", 5.2e3), ("whole", 6e3)):
             lines.write(json.dumps({**shared, "what": what, "step_us": us}) + "\n")
     assert main(["sim", "check", str(file), "--exchange", str(links)]) == 0
     shown = capsys.readouterr()
@@ -363,4 +367,17 @@ def test_times_are_fitted_to_steps_taken_apart_and_tell_others(
     )
     told = 5e3 + 6 * (30 + bytes_sent / 2e5)
     assert f"{told / 5.2e3:.2f}" in shown.out and "9.00" not in shown.out
-    assert shown.out.count("  fitted\n") == 1 and "predicted: 1 steps" in shown.out
+    assert shown.out.count("  fitted\n") == 1 and "predicted: 2 steps" in shown.out
+    more = [float(TIMES.experts(drawn_experts(held, 192)).mean()) for held in (384, 192)]
+    assert f"{(5e3 + 6 * (more[0] - more[1])) / 1e3:.2f}" in shown.out
+
+
+def test_kept_steps_are_told_within_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each from other sizes, and the step of two GPUs from a slice and from exchanges."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    files = [str(folder / name) for name in ("sim-steps-h200.jsonl", "scaling-h200.jsonl")]
+    links = str(folder / "exchange.jsonl")
+    assert main(["sim", "check", *files, "--exchange", links, "--each"]) == 0
+    predicted = capsys.readouterr().out.rsplit("predicted: ", 1)[1]
+    assert int(predicted.split()[0]) >= 6
+    assert float(predicted.split("average, ")[1].split("%")[0]) < 10
