@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal
 
 from deepinfer.config.mesh import Mesh
@@ -261,6 +262,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 
     A scale follows its weight; a layer's tensors are neighbours.
     """
+    return dict(_expected(config))
+
+
+@lru_cache(maxsize=1)  # some 96,000 tensors of the released model, asked for several times in a row
+def _expected(config: ModelConfig) -> Mapping[str, TensorSpec]:
     dims, places = _dims(config), _places(config)
     by_prefix: dict[str, list[TensorSpec]] = {}
     for row in _ROWS:
