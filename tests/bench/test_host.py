@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from deepinfer.bench import batching
 from deepinfer.bench.batching import measure_batching, run_jobs
 from deepinfer.bench.host import measure_host
 from deepinfer.bench.report import Record
@@ -35,7 +36,11 @@ def test_a_mix_is_a_function_of_its_seed() -> None:
     assert sorted(outputs, reverse=True) == [job.output for job in longest_first(mix)]
 
 
-def test_batching_figures() -> None:
+def test_batching_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(count: int, vocab_size: int, *, seed: int) -> list[Job]:
+        return [Job((5 + seed,) * (3 + i), 2 + i) for i in range(count)]
+
+    monkeypatch.setattr(batching, "log_normal_mix", short)
     config = EngineConfig.from_dotted({"scheduling.max_num_seqs": 4})
     records = measure_batching("golden", config, 1, count=5, alone=2)
     assert [record.figure.name for record in records] == [

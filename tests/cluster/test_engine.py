@@ -92,7 +92,7 @@ def test_four_ranks_give_the_tokens_of_one() -> None:
             sampled,
         )
         # Requests of other ranks can be cancelled and taken down.
-        ids = [llm.submit(prompt, SamplingParams(max_tokens=40)) for prompt in prompts(5)]
+        ids = [llm.submit(prompt, SamplingParams(max_tokens=16)) for prompt in prompts(5)]
         llm.step()
         llm.step()
         assert {loop.owner(i) for i in ids} == {None, 1, 2, 3}
@@ -178,7 +178,12 @@ def test_a_killed_rank_ends_the_engine(kind: str) -> None:
 
 
 def write_rows(path: Path, count: int) -> None:
-    rows = [{"prompt": f"row {i}", "max_tokens": 48, "ignore_eos": True} for i in range(count)]
+    """Rows that end one after the other, so that some are left whenever one is answered."""
+    lengths = [12 + 8 * (i % 4) for i in range(count)]
+    rows = [
+        {"prompt": f"row {i}", "max_tokens": length, "ignore_eos": True}
+        for i, length in enumerate(lengths)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
