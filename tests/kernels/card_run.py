@@ -2,8 +2,9 @@
 
 PATTERN is searched in "op/implementation". Inputs are every op's small cases, and cases of the
 released dimensions with small caches and few experts, which alone reach kernels written for them.
-Results are held to the reference on the CPU; memory handed to kernels is poisoned; rows come 0, 1,
-7, 129 and more at a time, and where the table says so a row alone must have the bits of the batch.
+Results are held to the reference on the same device; memory handed to kernels is poisoned; rows
+come 0, 1, 7, 129 and more at a time, and where the table says so a row alone must have the bits of
+the batch.
 
 Under `compute-sanitizer` the same program shows that no kernel leaves its memory.
 """
@@ -48,16 +49,18 @@ _MORE: Final = {
     "expert_linear": (350, 700),
     "fp8_linear": (8, 33, 65, 300, 600),
     "grouped_linear": (8, 33, 300, 600),
-    "paged_attention": (40, 200, 300),
+    "paged_attention": (40, 200),
     "paged_index_score": (2, 3, 12),
 }
 """Rows at which an op takes other schedules."""
-_LOOSER: Final = {W4A8: 1e-2}
-"""Implementation -> least tolerance; else a card's order of sums ..."""
+_BY_ROW: Final = {W4A8: 0.15}
+"""Implementation -> how far a row may be off, relative L2: last bits turn codes on the way."""
 _SUMS: Final = 1e-4
-"""... is granted this, relative to the RMS, besides one step of the result's type."""
+"""What a card's order of sums is granted, relative to the RMS, besides one step of the type."""
 _TURNED: Final = 1e-3
-"""Share of values that a last bit may turn to the other neighbour where a result is rounded."""
+"""Share of values that a last bit may turn to the other neighbour where something is rounded."""
+_FAR: Final = 0.05
+"""How far those may be off, relative to the RMS, besides two steps of ACT8."""
 
 
 def released() -> list[Case]:
@@ -81,7 +84,7 @@ def released() -> list[Case]:
         linear._fp8("packed, as it is", 256, 4096, quantize=False, copied=False),
         linear._fp8("packed, tall", 5120, 512, quantize=False, copied=False),
         linear._grouped("packed", 3, 256, 512, False),
-        linear._grouped("packed, rounded", 8, 64, 4096, True),
+        linear._grouped("packed, rounded", 2, 256, 2048, True),
         rope._rotation("published, in place", (64, 512), 64, _BF16, reuse=True),
         rope._rotation("published, rounded", (64, 512), 64, _BF16, True, quantize=True),
         quantize._random("act8", _BF16, 5120),
@@ -157,10 +160,23 @@ def problem(tolerance: float, got: Tensor, want: Tensor, turned: float = 0.0) ->
     step = torch.finfo(narrow).eps * exact.abs() if narrow != torch.float32 else 0.0
     gaps = ((got.double() - exact).abs() - step).nan_to_num(1e30, posinf=1e30)
     allowed = 4 * tolerance * float(exact.square().mean().sqrt())
-    if float((gaps > allowed).double().mean()) <= turned:
-        gaps = gaps - exact.abs() / 4  # a step of ACT8 and one more
+    over = gaps > allowed
+    if float(over.double().mean()) <= turned:
+        gaps = gaps - exact.abs() / 4 - _FAR * exact.square().mean().sqrt()
     error = float(gaps.max())
-    return "" if error <= allowed else f"error {error:.2e}, allowed {allowed:.2e}"
+    if error <= allowed:
+        return ""
+    return f"error {error:.2e}, allowed {allowed:.2e}, {int(over.sum())} of {over.numel()} values"
+
+
+def row_problem(limit: float, got: Tensor, want: Tensor) -> str:
+    """Say by how much the worst row is off where it is by more than `limit`, relative L2."""
+    if got.shape != want.shape:
+        return f"{tuple(got.shape)}, not {tuple(want.shape)}"
+    exact = want.double().flatten(1)
+    gaps = (got.double().flatten(1) - exact).nan_to_num(1e30).norm(dim=1)
+    worst = float((gaps / exact.norm(dim=1).clamp(min=1e-30)).max()) if len(gaps) else 0.0
+    return "" if worst <= limit else f"a row is off by {worst:.2e}, allowed {limit:.2e}"
 
 
 def subsets(rows: int) -> Iterator[Tensor]:
@@ -201,10 +217,11 @@ def tried(
 
 
 @lru_cache(maxsize=2)
-def wanted(case: Case, rows: int) -> tuple[Arguments, list[Tensor]]:
+def wanted(case: Case, rows: int, device: torch.device) -> tuple[Arguments, list[Tensor]]:
     """Return arguments and what the reference makes of them."""
     arguments = case.build(rows, torch.Generator().manual_seed(rows))
-    return arguments, tensors(_PUBLIC[case.op](*moved(arguments, torch.device("cpu"))))
+    found = tensors(_PUBLIC[case.op](*moved(arguments, device)))
+    return arguments, [part.cpu() for part in found]
 
 
 def check(
@@ -217,7 +234,7 @@ def check(
 ) -> Iterator[str]:
     """Run one case, then some of its rows without the others; yield what is wrong."""
     public = _PUBLIC[case.op]
-    arguments, want = wanted(case, rows)
+    arguments, want = wanted(case, rows, device)
 
     def run(line: Implementation, given: Arguments) -> list[Tensor]:
         impl = getattr(import_module(f"deepinfer.kernels.{line.module}"), case.op)
@@ -226,11 +243,14 @@ def check(
 
     seen.clear()
     got = run(line, arguments)
-    least = _LOOSER.get(line.name, _SUMS if line.needs == "nvcc" else 0.0)
+    least = _SUMS if line.needs == "nvcc" else 0.0
     tolerance = max(case.tolerance, least) if case.tolerance else 0.0
-    turned = _TURNED if "rounded" in f"{case.op} {case.name}" else 0.0
+    turned = _TURNED if re.search("rounded|hyper_site", f"{case.op} {case.name}") else 0.0
     for place, (mine, right) in enumerate(zip(got, want, strict=True)):
-        text = problem(tolerance, mine, right, turned)
+        if line.name in _BY_ROW:
+            text = row_problem(_BY_ROW[line.name], mine, right)
+        else:
+            text = problem(tolerance, mine, right, turned)
         if text:
             yield f"{case.name}, {rows} rows, result {place}: {text}"
     meant = line.needs == "nvcc" and line.name != COPIES  # cuBLAS has many rows there

@@ -36,4 +36,7 @@ def test_wrong_values_unwritten_ones_and_shapes_are_told() -> None:
         assert "error" in card_run.problem(1e-4, wrong, right)
     assert "64 of 64" in card_run.problem(0.0, right + 1, right)
     assert "infinities" in card_run.problem(1e-4, right, right.masked_fill(right > 1, torch.inf))
+    rows = right.view(4, 16)
+    assert card_run.row_problem(1e-2, rows, rows) == ""
+    assert "row is off" in card_run.row_problem(1e-2, rows.masked_fill(rows == rows[2, 3], 3), rows)
     assert "(32,)" in card_run.problem(1e-4, right[:32], right)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -111,8 +111,9 @@ def measure_kernels(
     members = list_members(shape, arch, only, peers, skip, points)
     tell(f"{len(members)} members on {arch}; compiling and comparing with {workers} workers")
     options = (device, shape, "1" if peers else "0")
-    end_warm = time.monotonic() + (1.0 if compile_only else _WARM_SHARE) * seconds
+    end_warm = time.monotonic() + (0.9 if compile_only else _WARM_SHARE) * seconds
     checked, worker = _warm(members, options, workers, end_warm)
+    tell(f"{time.monotonic() - begin:.0f} s, {len(checked)} compiled and compared")
     ceilings = Ceilings(**_expect(worker.ask("ceilings", [], _START_S)))
     common = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -122,8 +123,7 @@ def measure_kernels(
     }
     timed: dict[str, dict[str, Any]] = {}
     found: list[KernelRecord] = []
-    grouped = [list(group) for _, group in groupby(members, key=lambda m: (m.task, m.rows))]
-    for group in sorted(grouped, key=lambda g: (g[0].task, g[0].rows) not in first):
+    for group in _turns(members, first):
         task, rows = group[0].task, group[0].rows
         keys = [m.key for m in group if "failed" not in checked.get(m.key, {"failed": ""})]
         keys = [] if compile_only else keys
@@ -146,6 +146,21 @@ def measure_kernels(
             tell(f"{spent:.0f} s, {task}, {rows} rows: {_brief(group, timed)}")
     worker.close()
     return found
+
+
+def _turns(members: Sequence[Member], first: Collection[tuple[str, int]]) -> list[list[Member]]:
+    """Group members by task and rows: `first`, then of each task one row count after the other."""
+    groups = [list(group) for _, group in groupby(members, key=lambda m: (m.task, m.rows))]
+    seen: Counter[str] = Counter()
+    turns: list[tuple[int, list[Member]]] = []
+    for group in groups:
+        task, rows = group[0].task, group[0].rows
+        if (task, rows) in first:
+            turns.append((0, group))
+        else:
+            seen[task] += 1
+            turns.append((seen[task], group))
+    return [group for _, group in sorted(turns, key=lambda turn: turn[0])]
 
 
 def _untimed(record: KernelRecord) -> KernelRecord:
