@@ -103,8 +103,10 @@ def _join(sums, out, size, parts, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = place < size
     total = tl.zeros((BLOCK,), tl.float32)
-    for part in range(parts):
-        total += tl.load(sums + place + part * size.to(tl.int64), held, 0.0)
+    at = sums + place
+    for _ in range(parts):
+        total += tl.load(at, held, 0.0)
+        at += size
     tl.store(out + place, narrow(total, out.dtype.element_ty), held)
 
 
