@@ -54,7 +54,7 @@ def _join(
         at = row + part * T
         acc += tl.load(sums + at * W + column, column < W, 0.0)
         total += tl.load(squares + at)
-    mean = tl.div_rn(total, K.to(tl.float32))
+    mean = tl.div_rn(total, tl.cast(K, tl.float32))
     norm = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     gain = tl.where(column < M, 0, tl.where(column < 2 * M, 1, 2))
     result = acc * norm * tl.load(scale + gain) + tl.load(base + column, column < W, 0.0)

@@ -1,9 +1,9 @@
 // Index scores of FP4 keys where they lie in the cache: 32 heads of 128.
 //
 // One warp group takes R rows of one sequence and a stretch of keys, 64 at a time. Of candidate
-// blocks it takes those that any of its rows has, and each score finds its column by its row's bits. Keys are the
-// rows of the product and are decoded into registers, R x 32 queries lie in shared memory. Both
-// are e5m2: a code times a power of two relative to the largest group of its vector, exact within
+// blocks it takes those that any of its rows has, and each score finds its column by its row's bits.
+// Keys are the rows of the product and are decoded into registers, R x 32 queries lie in shared memory.
+// Both are e5m2 and negated, which costs a step less: a code times a power of two relative to the largest group of its vector, exact within
 // 25 binades; what lies further below counts as zero. The order of the 128 dimensions is free, so
 // each thread decodes 16 bytes of one group: thread l % 4 = c holds group c, and byte b of half h
 // of step s is dimension 32 c + 8 s + 4 h + b.
@@ -37,7 +37,7 @@ constexpr int kTop = 12;  // power of two that the largest group of a key is mov
 struct Cache {
   const unsigned char* codes;   // entry: 64 bytes, 16-byte aligned
   const unsigned char* scales;  // entry: 4 bytes, 4-byte aligned
-  int64_t code_block, scale_block;  // strides in bytes
+  u32 code_block, scale_block;  // strides in bytes
   int code_entry, scale_entry;
   int log_entries;              // entries of a block = 1 << log_entries
 };
@@ -94,9 +94,11 @@ __device__ inline void put(float* p, float x) { *p = x; }
 __device__ inline void put(u16* p, float x) { *p = bf16_bits(x); }
 __device__ inline float value(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
 
-// Sixteen bytes of FP4 codes of one group as e5m2: words[s][h] of the four steps.
-// `shift` = place of the group below the top, 0..25; negative: the group counts as zero.
-__device__ inline void decode(const uint4& codes, int shift, u32 (&words)[4][2]) {
+// Sixteen bytes of FP4 codes of one group as e5m2, negated: words[s][h] of the four steps.
+// `shift` = place of the group below the top, 0..25; negative: the group counts as zero. `signs` is
+// kSigns, in a register that the assembler does not know.
+constexpr u32 kSigns = 0x40404040u;
+__device__ inline void decode(const uint4& codes, int shift, u32 signs, u32 (&words)[4][2]) {
   const u32 by = shift < 0 ? 0u : static_cast<u32>(shift);
   const u32 low = shift < 0 ? 0u : 0x0A080400u + by * 0x04040400u;
   const u32 high = shift < 0 ? 0u : 0x12100E0Cu + by * 0x04040404u;
@@ -106,9 +108,9 @@ __device__ inline void decode(const uint4& codes, int shift, u32 (&words)[4][2])
     const u32 x = packed[s], sizes = x & 0x77777777u;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // A selector's top bit repeats the sign of the byte: 0x80 becomes 0xFF where it is set.
-      const u32 signs = pick(0x80808080u, 0x80808080u, h ? x >> 16 : x);
-      words[s][h] = pick(low, high, h ? sizes >> 16 : sizes) | (signs << 1 & 0x80808080u);
+      // A selector's top bit repeats the sign of the byte: 0x40 becomes 0 where it is set.
+      const u32 positive = pick(signs, signs, h ? x >> 16 : x);
+      words[s][h] = pick(low, high, h ? sizes >> 16 : sizes) + 2 * positive;
     }
   }
 }
@@ -181,7 +183,8 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
   SHARED(memory);
   unsigned char* queries = memory;                          // N rows of 128 bytes
   float* factors = reinterpret_cast<float*>(memory + N * kDim);  // [R][4][8]
-  unsigned char* ring = memory + N * kDim + N * 4;
+  u32* constants = reinterpret_cast<u32*>(memory + N * kDim + N * 4);
+  unsigned char* ring = memory + N * kDim + N * 4 + 16;
   Candidates<R>& found = *reinterpret_cast<Candidates<R>*>(ring + kStages * kStageBytes);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, c = tid % 4;
   const int first_row = blockIdx.y * R;
@@ -214,7 +217,7 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
     // The largest moves to [2^13, 2^14); a head of zeros, or of nearly nothing, stays zero.
     const int exponent = static_cast<int>(largest >> 7);
     const bool held = exponent >= 14 && exponent <= 240;
-    const float up = held ? __uint_as_float(static_cast<u32>(127 + 13 - (exponent - 127)) << 23) : 0.f;
+    const float up = held ? -__uint_as_float(static_cast<u32>(127 + 13 - (exponent - 127)) << 23) : 0.f;
     const float down = held ? __uint_as_float(static_cast<u32>(exponent - 13) << 23) : 0.f;
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
@@ -238,8 +241,10 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
       factors[(n / kHeads * 4 + head % 8 / 2) * 8 + head / 8 * 2 + head % 2] = w * down * __uint_as_float(kUp);
     }
   }
+  if (tid == 0) *constants = kSigns;
   shared_to_products();
   __syncthreads();
+  const u32 signs = *reinterpret_cast<volatile u32*>(constants);
   const uint64_t tile_b = descriptor(queries);
 
   // Rows of one sequence at a time; mostly that is all of them.
@@ -337,17 +342,23 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
     const int own = warp * 16 + lane / 4;  // and 8 further
 
     const bool whole = !CANDIDATES && cache.log_entries >= 6;  // a tile lies in one block
-    const unsigned char* own_codes = cache.codes + own * cache.code_entry + c * 16;
+    const unsigned char* group_codes = cache.codes + c * 16;
+    const unsigned char* own_codes = group_codes + own * cache.code_entry;
     const unsigned char* own_scales = cache.scales + own * cache.scale_entry;
+    const u32* pages_low = reinterpret_cast<const u32*>(pages);  // the lower halves of its numbers
+    auto block_of = [&](int page) { return pages_low[2 * page]; };
+    auto place = [](u32 block, u32 stride, int inside) {
+      return static_cast<uint64_t>(block) * stride + static_cast<u32>(inside);
+    };
     auto fetch = [&](int tile) {
       unsigned char* stage = ring + tile % kStages * kStageBytes;
       if (whole) {
         const int first = from + tile * kTile;
-        const int64_t block = pages[first >> cache.log_entries];
+        const u32 block = block_of(first >> cache.log_entries);
         const int inside = first & ((1 << cache.log_entries) - 1);
-        const unsigned char* codes = own_codes + block * cache.code_block + inside * cache.code_entry;
+        const unsigned char* codes = own_codes + place(block, cache.code_block, inside * cache.code_entry);
         const unsigned char* scales =
-            own_scales + block * cache.scale_block + inside * cache.scale_entry;
+            own_scales + place(block, cache.scale_block, inside * cache.scale_entry);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           copy16(stage + (i * kThreads + tid) * 16, codes);
@@ -361,12 +372,13 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
       for (int i = 0; i < 2; ++i) {
         int key = entry_of(min(tile * kTile + own + 8 * i, num_keys - 1));
         if (CANDIDATES && key >= seen) key = 0;
-        const int64_t block = pages[key >> cache.log_entries];
+        const u32 block = block_of(key >> cache.log_entries);
         const int inside = key & ((1 << cache.log_entries) - 1);
-        const unsigned char* codes = cache.codes + block * cache.code_block + inside * cache.code_entry;
+        const unsigned char* codes =
+            group_codes + place(block, cache.code_block, inside * cache.code_entry);
         const unsigned char* scales =
-            cache.scales + block * cache.scale_block + inside * cache.scale_entry;
-        copy16(stage + (i * kThreads + tid) * 16, codes + c * 16);
+            cache.scales + place(block, cache.scale_block, inside * cache.scale_entry);
+        copy16(stage + (i * kThreads + tid) * 16, codes);
         copy4(stage + 2 * kThreads * 16 + (i * kThreads + tid) * 4, scales);
       }
     };
@@ -388,7 +400,7 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
         const int largest = largest_byte(scales);
         const int mine = static_cast<int>(scales >> 8 * c & 0xFFu);
         u32 words[4][2];
-        decode(codes, mine - largest + 13 + kTop, words);
+        decode(codes, mine - largest + 13 + kTop, signs, words);
 #pragma unroll
         for (int s = 0; s < 4; ++s) into[s][i] = words[s][0], into[s][2 + i] = words[s][1];
         scales_of[i] = __uint_as_float(largest > kTop ? static_cast<u32>(largest - kTop) << 23 : 0u);
@@ -484,7 +496,7 @@ int run(const void* q, const void* weight, const Cache& cache, const void* table
         long long table_stride, const void* sequence, const void* visible, const void* candidates,
         long long num_candidates, int log_size, void* out, long long out_stride,
         long long num_rows, long long entries, long long chunk, cudaStream_t stream) {
-  const int bytes = R * kHeads * (kDim + 4) + kStages * kStageBytes +
+  const int bytes = R * kHeads * (kDim + 4) + 16 + kStages * kStageBytes +
                     (CANDIDATES ? static_cast<int>(sizeof(Candidates<R>)) : 0);
   auto kernel = scores_kernel<R, O, BLOCKS, CANDIDATES>;
 #ifndef HOST_TWIN
@@ -528,7 +540,8 @@ extern "C" int index_scores(const void* q, const void* weight,
                             cudaStream_t stream) {
   const Cache cache{static_cast<const unsigned char*>(codes),
                     static_cast<const unsigned char*>(scales),
-                    code_block, scale_block, static_cast<int>(code_entry),
+                    static_cast<u32>(code_block), static_cast<u32>(scale_block),
+                    static_cast<int>(code_entry),
                     static_cast<int>(scale_entry), static_cast<int>(log_entries)};
 #define RUN(O, R, BLOCKS, CANDIDATES)                                                         \
   return run<R, O, BLOCKS, CANDIDATES>(q, weight, cache, table, table_stride, sequence,      \

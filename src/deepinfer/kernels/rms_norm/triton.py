@@ -17,7 +17,7 @@ def _rms_norm(x, weight, out, D, stride, eps, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     held = column < D
     values = tl.load(x + row * stride + column, held, 0.0).to(tl.float32)
-    mean = tl.div_rn(tl.sum(values * values, 0), D.to(tl.float32))
+    mean = tl.div_rn(tl.sum(values * values, 0), tl.cast(D, tl.float32))
     scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     gain = tl.load(weight + column, held, 0.0).to(tl.float32)
     tl.store(out + row * D + column, narrow(gain * (values * scale), out.dtype.element_ty), held)
