@@ -53,6 +53,8 @@ _MORE: Final = {
     "paged_index_score": (2, 3, 12),
 }
 """Rows at which an op takes other schedules."""
+_LIGHT: Final = ("rms_norm", "latent_entry", "latent_store", "hyper_collapse", "hyper_expand")
+"""Ops whose large cases are small enough for this program."""
 _BY_ROW: Final = {W4A8: 0.15}
 """Implementation -> how far a row may be off, relative L2: last bits turn codes on the way."""
 _SUMS: Final = 1e-4
@@ -93,6 +95,9 @@ def released() -> list[Case]:
         hyper._mix("published", 4, 5120, _BF16),
         sites._case("published", 4, 5120, _BF16),
         sites._case("published", 4, 5120, _BF16, op="hyper_site_rounded"),
+        linear._dense("of one output", 1, 5632, _BF16, torch.float32),
+        linear._dense("of few outputs", 96, 5120, _BF16, _BF16),
+        *(dataclasses.replace(c, large=False) for c in all_cases() if c.op in _LIGHT and c.large),
     ]
 
 
