@@ -347,6 +347,7 @@ class LLM:
             tables=self._tables(checkpoint),
             lean=device.type != "cpu" and not config.keeps_stored,
         )
+        model.branch(config.scheduling.graph_branches)
         if device.type != "cpu":
             tokens, rollback = config.cache.tokens_per_block, max_rollback(config)
             settle(model, CacheLayout.build(model_config, config.numerics.mode, tokens, rollback))

@@ -218,6 +218,9 @@ class SchedulingConfig(_Group):
         default="auto",
         metadata=_about("record decode steps on a card; auto = where they can be, on = or fail"),
     )
+    graph_branches: bool = field(
+        default=True, metadata=_about("recorded steps run independent chains of kernels together")
+    )
     max_num_seqs: int = field(default=64, metadata=_about("most sequences running at a time", 1))
     max_num_batched_tokens: int | Literal["auto"] = field(
         default="auto", metadata=_about("most prompt tokens computed in one step", 1)

@@ -58,7 +58,7 @@ class DraftModel:
         self.numerics = numerics
         self.embed = embed
         self.head = head
-        self.side: Side | None = None
+        self.side: Side | None = Side(loader.device)
         last = f"mtp.{config.num_nextn_predict_layers - 1}"
         self.main_proj = loader.fp8("mtp.0.main_proj")
         self.main_norm = loader.norm("mtp.0.main_norm.weight")
@@ -156,8 +156,6 @@ class DraftModel:
                 opened, _ = run_open(step, block, self._sites[i], opened, attend, active)
             else:
                 opened = Open(*run_block(step, block, opened.stream, opened.pre, attend, active))
-        if self.side is not None:
-            self.side.end()
         opened = opened.close(ops)
         stream, pre = opened.stream, opened.pre
         hidden = ops.hyper_collapse(stream, pre)

@@ -21,7 +21,7 @@ from deepinfer.kernels.quantize.sm90 import round_trip
 if TYPE_CHECKING:
     from deepinfer.kernels.linear import Fp8Weight
 
-__all__ = ["LEAST_ROWS", "fp8_linear", "grouped_linear", "held_copy"]
+__all__ = ["LEAST_ROWS", "fp8_linear", "grouped_linear"]
 
 LEAST_ROWS: Final = 112
 """From so many rows on the library is faster than the packed weights' products, ..."""
@@ -77,12 +77,6 @@ def _copy(weight: Fp8Weight) -> Tensor:
         _kept[key] = made
         weakref.finalize(weight.codes, _kept.pop, key, None)
     return _kept[key]
-
-
-def held_copy(codes: Tensor, num_rows: int) -> Tensor | None:
-    """Return the copy that a product of so many rows reads, None where it reads none."""
-    copy = _kept.get(id(codes))
-    return None if copy is None or num_rows < _least_rows(copy) else copy
 
 
 @contextmanager

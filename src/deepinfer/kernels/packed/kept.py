@@ -79,11 +79,6 @@ def released_form(codes: Tensor) -> Packed | None:
     return next(form for form in forms if form is not None)
 
 
-def held_form(codes: Tensor) -> Packed | None:
-    """Return the packed form of an e4m3 matrix if there is one already."""
-    return _kept.get((id(codes), Decoded.FP8_BF16))
-
-
 def _is_released(codes: Tensor) -> bool:
     return (
         codes.numel() > 0 and codes.device.type != "meta" and not codes.untyped_storage().nbytes()

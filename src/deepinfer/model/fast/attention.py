@@ -71,8 +71,6 @@ def project(
     def queries() -> Tensor:
         q = ops.fp8_linear(latent, weights.wq_b, quantize and not step.fuses)
         q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
-        if not apart:
-            step.fetch_ahead(q.shape[0], weights.wo_a, weights.wo_b)
         return ops.rotate_tail(q, *rotation, reuse=True)
 
     if apart:

@@ -98,11 +98,8 @@ def run_open(
     What the block's experts return stays open, for the next block or `Open.close`; beside it comes
     the stream that the block began with. Nothing is traced.
     """
-    own, shared, num_rows = block.attention, block.moe, before.stream.shape[0]
-    step.fetch_ahead(num_rows, own.wq_a_wkv, own.wq_b)
     x, rounded, attn = begin(step, sites.attn, before, step.numerics.quantize)
     out = attend(x, rounded)
-    step.fetch_ahead(num_rows, shared.shared_w1_w3, shared.gate, shared.shared_w2)
     middle = Open(attn.stream, attn.pre, out, attn.post, attn.comb)
     x, rounded, ffn = begin(step, sites.ffn, middle, step.numerics.quantize)
     out = moe(step, block.moe, x, num_active, rounded)

@@ -174,7 +174,7 @@ class FastModel:
         self.draft: DraftModel | None = None
         if with_drafts and config.num_nextn_predict_layers:
             self.draft = DraftModel(config, loader, ops, numerics, self.embed, self.head, lean)
-        self.side: Side | None = None
+        self.side: Side | None = Side(self.device)
         self._inv_freq = {
             False: window_inv_freq(config).to(self.device),
             True: compressed_inv_freq(config).to(self.device),
@@ -284,8 +284,6 @@ class FastModel:
                     taps.add(began)
                 continue
             stream, pre = run_block(step, block, stream, pre, attend, config.num_experts_per_tok)
-        if step.side is not None:
-            step.side.end()
         if few is not None:
             pre = torch.from_numpy(few.pre)
         if opened is not None:
@@ -330,12 +328,9 @@ class FastModel:
             if layer.engram_idx is not None and block.engram and block.engram.table:
                 block.engram.table.look_ahead(rows[layer.engram_idx])
 
-    def branch(self, on: bool, fetches: bool = False) -> None:
-        """Let steps that are recorded from now on have branches, or not.
-
-        fetches  one of them fetches weights ahead
-        """
-        self.side = Side(self.device, fetches) if on else None
+    def branch(self, on: bool) -> None:
+        """Let steps that are recorded from now on have branches, as they do at first, or not."""
+        self.side = Side(self.device) if on else None
         if self.draft is not None:
             self.draft.side = self.side
 

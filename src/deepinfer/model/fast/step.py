@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from deepinfer.cache.tensors import Caches
 from deepinfer.config import ModelConfig
 from deepinfer.kernels.index_score import IndexRounding
-from deepinfer.kernels.linear import DenseWeight, Fp8Weight
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.quantize import QuantFormat
 from deepinfer.model.fast.beside import Side
@@ -22,7 +21,6 @@ __all__ = ["Numerics", "Pass", "Rotation", "Step"]
 
 T = TypeVar("T")
 
-_FEW_ROWS: Final = 256
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each [T, R/2] fp32."""
@@ -78,12 +76,6 @@ class Pass:
             return self.side.run(work)
         found = work()
         return lambda: found
-
-    def fetch_ahead(self, num_rows: int, *weights: DenseWeight | Fp8Weight) -> None:
-        """Bring weights of products to come into the card's cache, where a step does that."""
-        few = num_rows <= _FEW_ROWS  # those of many rows are bound by other things
-        if self.side is not None and self.side.fetches and few and self.branches:
-            self.side.fetch(num_rows, *weights)
 
     @property
     def fuses(self) -> bool:
