@@ -2,11 +2,12 @@
 //
 // One warp group takes R rows of one sequence and a stretch of keys, 64 at a time. Of candidate
 // blocks it takes those that any of its rows has, and each score finds its column by its row's bits.
-// Keys are the rows of the product and are decoded into registers, R x 32 queries lie in shared memory.
-// Both are e5m2 and negated, which costs a step less: a code times a power of two relative to the largest group of its vector, exact within
-// 25 binades; what lies further below counts as zero. The order of the 128 dimensions is free, so
-// each thread decodes 16 bytes of one group: thread l % 4 = c holds group c, and byte b of half h
-// of step s is dimension 32 c + 8 s + 4 h + b.
+// Keys are the rows of the product and are decoded into registers, R x 32 queries lie in shared
+// memory. Both are e5m2, and negated, which is a step less for keys: a code times a power of two
+// relative to the largest group of its vector, exact within 25 binades; what lies further below
+// counts as zero. The order of the 128 dimensions is free, so each thread decodes 16 bytes of one
+// group: thread l % 4 = c holds group c, and byte b of half h of step s is dimension
+// 32 c + 8 s + 4 h + b.
 //
 // Raw keys travel through a ring in shared memory that every thread fills for itself alone, so no
 // barrier stands in the loop; what overlaps product and arithmetic are the other blocks of the
