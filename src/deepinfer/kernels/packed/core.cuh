@@ -24,9 +24,6 @@ enum Format { FP4_AS_FP8 = 0, FP4_AS_BF16 = 1 };
 // FEW_BOXED: both.
 enum Way { TOGETHER = 0, OWN = 1, FEW = 2, BOXED = 3, FEW_BOXED = 4 };
 
-// When sums of e4m3 products leave the tensor unit, whose accumulator keeps fewer bits than fp32.
-enum Promote { NEVER = 0, EACH_128 = 1, EACH_256 = 2 };
-
 // Of one packed block, 64 rows by 64 inputs: bytes of its codes, and with its scales.
 constexpr int CODES = 2048, BLOCK = CODES + 128;
 
@@ -52,9 +49,10 @@ struct Args {
 // ---- the kernel ----------------------------------------------------------------------------------
 
 // GROUPS consumer warpgroups of TILES 64-row tiles (256 rows in all), at most TOKENS tokens a tile,
-// STAGES stages of BLOCKS 64-wide K blocks. AHEAD: products are asked for before the ones before them
-// are done (EACH_256 does it anyway).
-template <int FORMAT, int GROUPS_, int TILES, int TOKENS_, int BLOCKS, int STAGES_, int PROMOTE,
+// STAGES stages of BLOCKS 64-wide K blocks. PROMOTE: e4m3 partial sums of 128 inputs leave the tensor
+// unit, whose accumulator keeps fewer bits than fp32. AHEAD: products are asked for before the ones
+// before them are done.
+template <int FORMAT, int GROUPS_, int TILES, int TOKENS_, int BLOCKS, int STAGES_, bool PROMOTE,
           int WAY = TOGETHER, bool AHEAD = false>
 struct Kernel {
   static constexpr int GROUPS = GROUPS_, TOKENS = TOKENS_, STAGES = STAGES_;
@@ -71,8 +69,7 @@ struct Kernel {
   static constexpr int WEIGHT_BYTES = BLOCKS * COPY;
   static constexpr int TOKEN_BYTES = ATOMS * TOKENS * 128;
   static_assert(!SINGLE || ATOMS % 2 == 0, "codes of two atoms in turn");
-  static_assert(PROMOTE != EACH_256 || ATOMS == 2, "a stage of 256 inputs");
-  static_assert(!AHEAD || !FP8, "of bf16");
+  static_assert(!AHEAD || UNITS % 2 == 0, "codes and partial sums of two units in turn");
   static constexpr int MAX_EXPERTS = 512;
   static constexpr int THREADS = 128 * (GROUPS + 1);
   static constexpr int CHUNK = GROUPS == 4 ? 32 : TOKENS < 64 ? TOKENS : 64;  // stored at a time
@@ -292,7 +289,7 @@ struct Kernel {
   template <int N>
   struct Sums {
     float done[TILES][N / 2];
-    float part[FP8 && PROMOTE != NEVER ? N / 2 : 1];
+    float part[AHEAD ? 2 : 1][FP8 && PROMOTE ? N / 2 : 1];
   };
 
   static __device__ u32 block_of(u32 weights, int atom, int tile) {
@@ -323,9 +320,9 @@ struct Kernel {
     const u32 release = stage.empty;
     keep_in_place(now);
     group_fence();
-    if constexpr (FP8 && PROMOTE != NEVER) {
+    if constexpr (FP8 && PROMOTE) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.part, now + 4 * k, b + 2 * k, k != 0);
+      for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.part[0], now + 4 * k, b + 2 * k, k != 0);
     } else {
 #pragma unroll
       for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.done[tile], now + 4 * k, b + 2 * k, 1);
@@ -343,14 +340,19 @@ struct Kernel {
     }
     keep_in_place(then);
     group_wait();
-    if constexpr (FP8 && PROMOTE != NEVER) {
-      keep_in_place(sums.part);
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) sums.done[tile][i] += sums.part[i];
+    if constexpr (FP8 && PROMOTE) {
+      add_part<N>(sums, 0, tile);
     }
     if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
     if constexpr (UNIT + 1 < UNITS)
       unit<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full, empty);
+  }
+
+  template <int N>
+  static __device__ void add_part(Sums<N>& sums, int part, int tile) {
+    keep_in_place(sums.part[part]);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sums.done[tile][i] += sums.part[part][i];
   }
 
   // AHEAD: a unit is asked for before the one before it is done; that one's stage is free then.
@@ -382,43 +384,41 @@ struct Kernel {
     }
   }
 
-  // EACH_256: all units of a stage, two of a tile in flight, the next tile decoded meanwhile.
-  template <int N, int TILE>
-  static __device__ void pairs(Sums<N>& sums, u32 (&even)[16], u32 (&odd)[16], Stage& stage, bool more,
-                               Ring& ring, u32 pair_bytes, u32 tokens, u32 weights, u32 full,
-                               u32 empty) {
-    const u64 b = describe(stage.tokens), c = describe(stage.tokens + TOKENS * 128);
+  // The same for sums that leave the tensor unit: the compiler wants none in flight where a loop turns,
+  // so the last unit of a stage is waited for, behind the decoding of the next stage's first.
+  template <int N, int UNIT>
+  static __device__ void part_ahead(Sums<N>& sums, u32 (&now)[16], u32 (&then)[16], Stage& stage,
+                                    bool more, Ring& ring, u32 pair_bytes, u32 tokens, u32 weights,
+                                    u32 full, u32 empty) {
+    constexpr int atom = UNIT / TILES, tile = UNIT % TILES;
+    const u64 b = describe(stage.tokens + atom * (TOKENS * 128));
     const u32 release = stage.empty;
-    keep_in_place(even);
+    keep_in_place(now);
     group_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.part, even + 4 * k, b + 2 * k, k != 0);
+    for (int k = 0; k < 4; ++k)
+      Mma<FP8, N>::run(sums.part[UNIT % 2], now + 4 * k, b + 2 * k, k != 0);
     group_commit();
-    if (pair_bytes) decode(block_of(stage.weights, 1, TILE), pair_bytes, odd);
-    keep_in_place(odd);
-    group_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.part, odd + 4 * k, c + 2 * k, 1);
-    group_commit();
-    group_but_one_wait();
-    keep_in_place(even);
-    if constexpr (TILE + 1 < TILES) {
-      if (pair_bytes) decode(block_of(stage.weights, 0, TILE + 1), pair_bytes, even);
+    if constexpr (UNIT > 0) {
+      group_but_one_wait();
+      keep_in_place(then);
+      add_part<N>(sums, (UNIT + 1) % 2, (UNIT - 1) % TILES);
+    }
+    if constexpr (UNIT + 1 < UNITS) {
+      if (pair_bytes)
+        decode(block_of(stage.weights, (UNIT + 1) / TILES, (UNIT + 1) % TILES), pair_bytes, then);
+      part_ahead<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full,
+                              empty);
     } else {
       if (more) {
         stage = enter(ring, tokens, weights, full, empty);
-        decode(block_of(stage.weights, 0, 0), pair_bytes, even);
+        decode(block_of(stage.weights, 0, 0), pair_bytes, then);
       }
+      keep_in_place(then);
+      group_wait();
+      add_part<N>(sums, UNIT % 2, tile);
+      if ((threadIdx.x & 31) == 0) barrier_arrive(release);
     }
-    keep_in_place(even);
-    group_wait();
-    keep_in_place(sums.part);
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) sums.done[TILE][i] += sums.part[i];
-    if constexpr (TILE + 1 < TILES)
-      pairs<N, TILE + 1>(sums, even, odd, stage, more, ring, pair_bytes, tokens, weights, full, empty);
-    else if ((threadIdx.x & 31) == 0)
-      barrier_arrive(release);
   }
 
   // where(): what the tile is of, asked for again where its sums are stored.
@@ -437,15 +437,15 @@ struct Kernel {
     } else {
       u32 even[16], odd[16];
       decode(block_of(stage.weights, 0, 0), pair_bytes, even);
-      if constexpr (PROMOTE == EACH_256) {
+      if constexpr (AHEAD && FP8 && PROMOTE) {
 #pragma unroll 1
         for (int left = steps - 1; left >= 0; --left)
-          pairs<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full, empty);
+          part_ahead<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full,
+                           empty);
         store<N>(where(), sums, staging);
         return;
       }
       if constexpr (AHEAD) {
-        static_assert(UNITS % 2 == 0, "units in turn");
         u32 held = 0;
 #pragma unroll 1
         for (int left = steps - 1; left >= 0; --left)
@@ -633,12 +633,16 @@ struct Kernel {
     };
     if constexpr (TOKENS <= 32)
       fitting<TOKENS, 8, 16, 24, 32>(rows, with);
+    else if constexpr (TOKENS == 40)
+      fitting<TOKENS, 8, 16, 24, 32, 40>(rows, with);
     else if constexpr (TOKENS == 48)
       fitting<TOKENS, 8, 16, 24, 32, 40, 48>(rows, with);
     else if constexpr (TOKENS == 64 && GROUPS == 4)
       fitting<TOKENS, 8, 16, 24, 32, 40, 48, 56, 64>(rows, with);
     else if constexpr (TOKENS == 64)
       fitting<TOKENS, 16, 32, 48, 64>(rows, with);
+    else if constexpr (TOKENS == 96)
+      fitting<TOKENS, 72, 80, 88, 96>(rows, with);
     else if constexpr (BOXES)
       fitting<TOKENS, 96, 104, 112, 120, 128, 136>(rows, with);
     else

@@ -37,8 +37,9 @@ struct Experts {
   static constexpr __host__ __device__ int height(int i) {
     return i + 1 == HEIGHTS  ? K::TOKENS
            : K::TOKENS <= 32 ? 8 * (i + 1)
-           : K::TOKENS <= 48 ? (i == 0 ? 8 : 16 * i)
+           : K::TOKENS <= 48 ? (i == 0 ? 8 : i == 1 ? 16 : 32)
            : K::TOKENS <= 64 ? 16 * (i + 1)
+           : K::TOKENS <= 96 ? 72 + 8 * i
                              : 64 + 8 * (i == 0 ? 0 : i == 1 ? 4 : 6);
   }
 
