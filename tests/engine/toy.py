@@ -272,7 +272,9 @@ class AllDrafts:
         for (proposed, verified, accepted, kept), _ in rows:
             assert proposed >= verified >= accepted >= 0 and kept >= accepted, rows
 
-    def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
+    def observe(
+        self, rows: int, sequences: int, proposed: bool, seconds: float, tokens: int
+    ) -> None:
         assert rows >= 1
 
     def summary(self) -> dict[str, object]:

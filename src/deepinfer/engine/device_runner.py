@@ -137,6 +137,7 @@ class _Launched:
     reports: tuple[Tensor | None, ...] = ()
     scores: Tensor | None = None
     scored: tuple[RowPlan, ...] = ()
+    is_usual: bool = True
 
 
 class DeviceRunner(Runner):
@@ -359,8 +360,10 @@ class DeviceRunner(Runner):
         launched = _Launched(plan, rows, self._charge(rows))
         if key.draws is not None:
             packed, *rest = self.graphs.run(key, lambda: self._whole(key, names))
+            launched.is_usual = self.graphs.played or not self.graphs.enabled
             return self._send(launched, packed, rest[0] if rest else None, ())
         logits, *flat = self.graphs.run(key, lambda: self._kept(key))
+        launched.is_usual = self.graphs.played or not self.graphs.enabled
         found = _unflatten(flat)
         allowed = None
         if plan.needs_masks:
@@ -574,7 +577,7 @@ class DeviceRunner(Runner):
                 if row.scored_ids:
                     result = result._replace(prompt_logprobs=scores.get(row.slot))
                 results.append(result)
-        return StepResult(plan.step_id, tuple(results), device_s)
+        return StepResult(plan.step_id, tuple(results), device_s, launched.is_usual)
 
     def _read(self, launched: _Launched, packed: NDArray[Any]) -> dict[int, RowResult]:
         """Return slot -> outcome of the rows that drew."""

@@ -187,7 +187,7 @@ class InProcessExecutor:
                 raise StepFailed(told, _is_out_of_memory(error)) from error
             # Where steps overlap only the device knows what one of them took.
             took_s = result.device_s or time.perf_counter() - begin_s
-            return StepResult(result.step_id, result.rows, took_s)
+            return StepResult(result.step_id, result.rows, took_s, result.is_usual)
 
         return wait
 

@@ -115,6 +115,7 @@ class GraphCache(Generic[T]):
     lie in memory of the pool that all share, and are overwritten by the next run of any.
 
     enabled   False runs everything as it is
+    played    whether the last run was a recording's
     strict    raise when work cannot be recorded; else say so once and go on without recordings
     most      recordings that are kept; the one used longest ago goes first
     """
@@ -122,6 +123,7 @@ class GraphCache(Generic[T]):
     def __init__(self, enabled: bool, strict: bool = False, most: int = 192) -> None:
         self.enabled = enabled
         self.num_recorded = 0
+        self.played = False
         self._strict = strict
         self._most = most
         self._seen: set[StepKey] = set()
@@ -131,9 +133,11 @@ class GraphCache(Generic[T]):
 
     def run(self, key: StepKey, work: Callable[[], T]) -> T:
         """Run work, which depends on the key and on the contents of fixed tensors alone."""
+        self.played = False
         if not self.enabled:
             return work()
         found = self._graphs.get(key)
+        self.played = found is not None
         if found is None:
             if key not in self._seen:
                 self._seen.add(key)

@@ -220,8 +220,10 @@ class StepResult:
     """The outcome of one step: a RowResult for each row that reports, in row order.
 
     device_s  time the device spent on it
+    is_usual  whether steps of this size take about as long: nothing was compiled or recorded
     """
 
     step_id: int
     rows: tuple[RowResult, ...]
     device_s: float = 0.0
+    is_usual: bool = True

@@ -59,8 +59,10 @@ class Planner(Protocol):
         """Take the outcomes of a step's rows, with the confidences of their drafts."""
         ...
 
-    def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
-        """Take the time of a step that ran so many rows, and drafted or not."""
+    def observe(
+        self, rows: int, sequences: int, proposed: bool, seconds: float, tokens: int, /
+    ) -> None:
+        """Take the time and the tokens of a step that ran so many rows, and drafted or not."""
         ...
 
     def summary(self) -> dict[str, object]:
@@ -339,7 +341,8 @@ class Scheduler:
         self.num_generated += generated
         if counted and self._planner is not None:
             self._planner.count(counted)
-            self._planner.observe(ran, len(plan.rows), plan.propose, result.device_s)
+            spent_s = result.device_s if result.is_usual else 0.0
+            self._planner.observe(ran, len(plan.rows), plan.propose, spent_s, generated)
         self._pace.went_well(plan.kind)
         return completions
 

@@ -15,11 +15,11 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -45,6 +45,8 @@ Floats = NDArray[np.float64]
 
 _FORMAT = 1
 _BINS = 10
+_ENOUGH: Final = 8
+_SURE: Final = 2.5
 _PENDING = 4096
 
 
@@ -358,6 +360,25 @@ class SpeculationStats:
         }
 
 
+class _Rates:
+    """What steps of about as many sequences brought: tokens a sequence, and seconds."""
+
+    def __init__(self) -> None:
+        self.plain: deque[tuple[float, float]] = deque(maxlen=4 * _ENOUGH)
+        self.drafted: deque[tuple[float, float]] = deque(maxlen=4 * _ENOUGH)
+
+    def gain(self) -> float | None:
+        """Return how many times as fast drafting is, None before both are known."""
+        if min(len(self.plain), len(self.drafted)) < _ENOUGH:
+            return None
+        plain, drafted = (
+            statistics.fmean(tokens for tokens, _ in found)
+            / statistics.median(seconds for _, seconds in found)
+            for found in (self.plain, self.drafted)
+        )
+        return drafted / plain
+
+
 class DraftPlanner:
     """Asked once per decode step what to verify and whether to draft.
 
@@ -373,6 +394,10 @@ class DraftPlanner:
 
     While drafting is off its worth is estimated from the mean survival seen so far at the present
     number of sequences, so it comes back as soon as the load allows.
+
+    A curve says what steps should take. Where steps with drafts were measured and should be less
+    than _SURE times as fast as plain ones, some plain ones are run, and from then on what both
+    really brought decides for so many sequences. After `probe_steps` drafts are measured again.
     """
 
     def __init__(
@@ -401,6 +426,8 @@ class DraftPlanner:
         self._mean: Floats = np.ones(num_drafts)
         self._has_mean = False
         self._residuals: dict[int, deque[tuple[float, int]]] = {}
+        self._rates: defaultdict[int, _Rates] = defaultdict(_Rates)
+        self._trying = False
         self.slope = self.offset_s = 0.0
         self.stats = SpeculationStats(num_drafts)
         self.note: str | None = None
@@ -433,24 +460,36 @@ class DraftPlanner:
             slope=self.slope,
         )
         plain = float(self.curve.step_s(num, self.slope)) + self.offset_s
-        pays = expected * plain > num * seconds
-        self._losing = 0 if pays else self._losing + 1
+        gain = expected * plain / (num * seconds)
+        rates = self._rates[num.bit_length()]
+        measured = rates.gain()
+        self._losing = 0 if (measured or gain) > 1 else self._losing + 1
         if self._losing >= self._patience:
-            self.is_drafting = False
-            self.times_switched_off += 1
-            self.note = (
-                f"drafting is off: with {num} sequences a step without drafts brings "
-                f"{num / plain:.4g} tokens per second, with them {expected / seconds:.4g}"
-            )
-            self._losing = self._idle = 0
+            self._switch_off(num, measured or gain)
+        elif measured is None and gain < _SURE and len(rates.drafted) >= 2 * _ENOUGH:
+            self.is_drafting, self._trying, self._idle = False, True, 0
         return Choice(self.num_drafts, sum(counts), self.is_drafting)
+
+    def _switch_off(self, num: int, gain: float) -> None:
+        self.is_drafting = False
+        self.times_switched_off += 1
+        self.note = (
+            f"drafting is off: with {num} sequences it would bring {gain:.3g} times the tokens of "
+            "steps without drafts"
+        )
+        self._losing = self._idle = 0
 
     def count(self, rows: Sequence[tuple[DraftOutcome, tuple[float, ...]]]) -> None:
         """Count the outcomes of a step's rows, with the confidences of their drafts."""
         self.stats.add(rows)
 
-    def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
-        """Take the measured time of a step: the machine may be slower than when it was measured."""
+    def observe(
+        self, rows: int, sequences: int, proposed: bool, seconds: float, tokens: int = 0
+    ) -> None:
+        """Take the measured time of a step: the machine may be slower than when it was measured.
+
+        tokens  that the step brought; 0 leaves what was measured out of decisions
+        """
         self.stats.draft_passes += proposed
         if self.curve is None or rows < 1 or seconds <= 0:
             return
@@ -458,6 +497,10 @@ class DraftPlanner:
         told += self.curve.draft_s(sequences) if proposed else 0.0
         if not math.isfinite(told):
             return
+        if tokens and proposed == (rows > sequences):
+            rates = self._rates[sequences.bit_length()]
+            kind = rates.drafted if proposed else rates.plain
+            kind.append((tokens / sequences, seconds))
         key = rows.bit_length()  # sizes of a kind
         self._sizes[key] += 1
         self._predicted_s += told + self.offset_s + self.slope * rows
@@ -532,6 +575,11 @@ class DraftPlanner:
         """Stay off, unless the mean survival pays at this load or it is time to look again."""
         assert self.curve is not None
         self._idle += 1
+        rates = self._rates[num.bit_length()]
+        measured = rates.gain()
+        if self._trying and measured is None and self._idle < 4 * _ENOUGH:
+            return Choice(0, 0, False)
+        tried, self._trying = self._trying, False
         _, expected, seconds = choose_rows(
             np.tile(self._mean, (num, 1)),
             self.curve,
@@ -540,8 +588,15 @@ class DraftPlanner:
             slope=self.slope,
         )
         plain = float(self.curve.step_s(num, self.slope)) + self.offset_s
+        gain = measured or expected * plain / (num * seconds)
+        if tried and gain <= 1:
+            self._switch_off(num, gain)
+            return Choice(0, 0, False)
+        looks_again = self._idle >= self._probe_steps
+        if looks_again:
+            rates.drafted.clear()
         # 2 % better, so that it does not flicker.
-        if expected * plain > 1.02 * num * seconds or self._idle >= self._probe_steps:
+        if tried or looks_again or gain > 1.02:
             self.is_drafting = True
             self.note = None
             self._idle = self._losing = 0
