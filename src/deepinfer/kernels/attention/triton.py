@@ -10,6 +10,8 @@ from torch import Tensor
 from deepinfer.kernels.tiles import ceil_div, dot, launch, narrow, next_power, runs_on_bf16
 
 _SLOTS = 64
+_FEW_SLOTS = 16
+_LONG = 128
 _HEADS = 16
 
 
@@ -94,6 +96,8 @@ def sparse_attention(
     window_kv, extra_kv = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (window_kv, extra_kv)
     )
+    # Products in fp32 are unrolled: of long vectors and many slots they compile for minutes.
+    few = dim > _LONG and not round_weights
     launch(
         _attend, (ceil_div(heads, _HEADS), num_rows),
         q, window_kv, window_idx.contiguous(), extra_kv, extra_idx.contiguous(), sink, out,
@@ -101,6 +105,6 @@ def sparse_attention(
         window_kv.stride(0), window_kv.stride(-2), extra_kv.stride(0), extra_kv.stride(-2),
         float(scale), WINDOW_OWN=window_kv.ndim == 3, MAIN_OWN=extra_kv.ndim == 3, MAIN=main,
         ROUND=round_weights, BF16=runs_on_bf16(q.dtype),
-        BH=_HEADS, BD=next_power(dim, 16), BS=_SLOTS,
+        BH=_HEADS, BD=next_power(dim, 16), BS=_FEW_SLOTS if few else _SLOTS,
     )  # fmt: skip
     return out
