@@ -32,7 +32,11 @@ SCHEDULES: Final[Schedules] = {
 }
 """Schedules by the most rows that an expert has on average."""
 
+_CHOSEN: Final[tuple[Decoded, ...]] = (Decoded.FP4_E4M3, Decoded.FP4_BF16)
+"""What one launch is faster for than two products and a gate."""
+
 _GUESS: Final = 0
+"""Bytes of a block's first weights."""
 
 _LEAST_TILE: Final = 32
 """Rows of the smallest tile of tokens."""
@@ -42,6 +46,7 @@ def takes(w1_w3: Packed, w2: Packed) -> bool:
     """Whether there is a launch for these matrices: both decoded alike, sizes that fit."""
     return (
         w1_w3.decoded is w2.decoded
+        and w2.decoded in _CHOSEN
         and w1_w3.outputs == 2 * w2.inputs
         and w1_w3.inputs == w2.outputs
         and w1_w3.experts <= 512

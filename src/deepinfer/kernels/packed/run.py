@@ -26,7 +26,8 @@ _SCHEDULES: Final[Schedules] = {
 }
 """Schedules by the most rows that an expert has on average, where a card found them faster."""
 
-_FEW: Final = ("exact_few", "exact_few_experts")
+_FEW: Final = 8
+"""Rows an expert up to which a schedule is not worth a launch where more rows are possible."""
 _BOXED: Final = ("exact_64", "exact_136", "fp8_128")
 _ALL: Final = (1 << 31) - 1
 
@@ -43,8 +44,8 @@ def launches(
     least = 0
     for limit, name in schedules[decoded]:
         most = _ALL if limit is None else limit * experts + 1
-        if rows >= most and name in _FEW:
-            continue  # the next is nearly as fast: not worth a launch
+        if limit is not None and limit <= _FEW and rows >= most:
+            continue
         found.append((name, least, most))
         if rows < most:
             break

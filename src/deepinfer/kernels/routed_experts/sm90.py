@@ -1,4 +1,4 @@
-"""Routed experts in CUDA C++ for Hopper: two products on packed weights and one kernel between."""
+"""Routed experts in CUDA C++ for Hopper: both products on packed weights, the gate between them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepinfer.kernels.expert_linear.packed import experts
 from deepinfer.kernels.packed import Decoded
+from deepinfer.kernels.packed import experts as together
 from deepinfer.kernels.packed.kept import kept_fp4
 from deepinfer.kernels.routed_experts import triton
 
@@ -51,4 +52,5 @@ def run(
                 break
     if first is None or second is None:
         return triton.routed_experts(x, rows, weights, offsets, w1_w3, w2, limit, quantize)
-    return experts(x.contiguous(), rows, offsets, weights, first, second, limit, quantize)
+    run_packed = together.experts if together.takes(first, second) else experts
+    return run_packed(x.contiguous(), rows, offsets, weights, first, second, limit, quantize)
