@@ -261,6 +261,7 @@ class AllDrafts:
     def __init__(self, num_drafts: int, varied: bool = False) -> None:
         self.num_drafts = num_drafts
         self.varied = varied
+        self.is_drafting = True
         self.calls = 0
 
     def choose(self, confidences: list[tuple[float, ...]]) -> Choice:

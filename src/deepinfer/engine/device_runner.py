@@ -50,6 +50,9 @@ __all__ = ["DeviceRunner", "make_runner", "settle"]
 
 IntArray = NDArray[np.int64]
 
+_MANY = 4
+"""From so many running sequences on a prompt's first drafts are made with those of all others."""
+
 _PREPARE_S = 6.0
 """Seconds that usual steps are recorded for at the start, at most one step more."""
 
@@ -191,6 +194,7 @@ class DeviceRunner(Runner):
         self._logits: Tensor | None = None  # of recorded steps whose draw is not recorded
         self._lengths = np.zeros(num_slots, dtype=np.int64)  # at most so many tokens
         self._generation = np.zeros(num_slots, dtype=np.int64)
+        self._decoding = 0  # sequences of the last decode step
         self._late: deque[tuple[int, int, int]] = deque()  # corrections of these bounds
         self._endings = state.endings
         self._explaining = threading.Lock()
@@ -337,6 +341,7 @@ class DeviceRunner(Runner):
     def _decode(self, plan: StepPlan, masks: Callable[[], Masks | None]) -> _Launched:
         """Launch a step in which every row continues from its slot."""
         rows = plan.rows
+        self._decoding = len(rows)
         self._catch_up()
         self._take_tables(rows)
         asked = [row.num_drafts for row in rows]
@@ -497,6 +502,8 @@ class DeviceRunner(Runner):
             allowed = self._allowed(masks(), plan, found.step, len(drawing))
         names = sorted({row.slot for row in drawing})
         propose = self.drafter is not None and plan.propose
+        if plan.together is None and self.graphs.enabled and self._decoding >= _MANY:
+            propose = False  # the recorded step behind this one drafts for all in less time
         return self._send(
             launched, *self._draw_all(found, logits[: len(drawn)], names, allowed, propose)
         )

@@ -51,6 +51,8 @@ _MAX_FAILURES = 2
 class Planner(Protocol):
     """Chooses how many drafts a decode step verifies; `engine/speculation.py` is it."""
 
+    is_drafting: bool
+
     def choose(self, confidences: list[tuple[float, ...]], /) -> Choice:
         """Decide from the confidences last reported for each row."""
         ...
@@ -504,6 +506,7 @@ class Scheduler:
                 tuple(rows),
                 tuple(admissions),
                 masked,
+                propose=self._planner is None or self._planner.is_drafting,
                 restores=tuple(restores),
                 loads=tuple(loads),
             ),
