@@ -45,8 +45,8 @@ from deepinfer.kernels.topk import cases as topk
 _BF16: Final = torch.bfloat16
 ROWS: Final = (0, 1, 7, 129)
 _MORE: Final = {
-    "routed_experts": (350, 700),  # rows that boxes bring
-    "expert_linear": (350, 700),
+    "routed_experts": (250, 350, 700),  # 50, 70 and 140 an expert
+    "expert_linear": (250, 350, 700),
     "fp8_linear": (8, 33, 65, 300, 600),
     "grouped_linear": (8, 33, 300, 600),
     "paged_attention": (40, 200),
