@@ -423,12 +423,29 @@ def run(seed: int) -> list[str]:
     return failures
 
 
+def lowered(kernel, signature: dict[str, str], constants: dict[str, object]) -> None:
+    """Lower a kernel to Triton's own form, as if an argument were 1: Triton makes it a constant."""
+    import triton
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", 90, 32)
+    backend = triton.compiler.make_backend(target)
+    options = backend.parse_options({})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options), backend.get_module_map()
+    source = triton.compiler.ASTSource(kernel, signature, constexprs=constants)
+    source.make_ir(target, options, *functions, context)
+
+
 def compile_all(archs: list[int]) -> list[str]:
     """Compile each kernel, once per set of constants and types, for each architecture."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    failures, seen = [], set()
+    failures, seen, ones = [], set(), set()
     types = {
         torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64",
         torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float64: "*fp64",
@@ -452,6 +469,13 @@ def compile_all(archs: list[int]) -> list[str]:
         if key in seen:
             return
         seen.add(key)
+        for name in [n for n, kind in signature.items() if kind == "i32" and 90 in archs]:
+            if (kernel, name) not in ones:
+                ones.add((kernel, name))
+                try:
+                    lowered(kernel, signature | {name: "constexpr"}, constants | {name: 1})
+                except Exception as error:
+                    failures.append(f"{key}, {name} = 1: {str(error)[-300:]}")
         source = triton.compiler.ASTSource(kernel, signature, constexprs=constants)
         for arch in archs:
             try:

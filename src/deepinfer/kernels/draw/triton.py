@@ -38,7 +38,7 @@ def _draw(
     position = tl.load(positions + row)
     zero = tl.zeros((GROUPS,), tl.uint32)
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
-    third = zero + stream.to(tl.uint32)
+    third = zero + tl.cast(stream, tl.uint32)
     a, b, c, d = tl.philox(tl.load(seeds + row), low, group.to(tl.uint32), third, zero)
     peak = tl.load(peaks + row)
     source = logits + row * row_stride

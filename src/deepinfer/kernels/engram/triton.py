@@ -152,7 +152,7 @@ def _gate(x, kv, qk_weight, out, M, C, kv_row, eps, root, BLOCK: tl.constexpr):
         squares += a * a
         key_squares += b * b
         products += a * tl.load(qk_weight + stream * C + column, held, 0.0) * b
-    count = C.to(tl.float32)
+    count = tl.cast(C, tl.float32)
     norm = tl.sqrt_rn(tl.div_rn(tl.sum(squares, 0), count) + eps)
     key_norm = tl.sqrt_rn(tl.div_rn(tl.sum(key_squares, 0), count) + eps)
     product = tl.div_rn(tl.div_rn(tl.sum(products, 0), norm), key_norm)

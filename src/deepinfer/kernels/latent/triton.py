@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _norm_scale(values, D, eps):
-    mean = tl.div_rn(tl.sum(values * values, 0), D.to(tl.float32))
+    mean = tl.div_rn(tl.sum(values * values, 0), tl.cast(D, tl.float32))
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 

@@ -51,7 +51,7 @@ def _pool(
     total = e0 + e1
     pooled = tl.div_rn(e0, total) * v0 + tl.div_rn(e1, total) * v1
     pooled = narrow(tl.where(held, pooled, 0.0), out.dtype.element_ty).to(tl.float32)
-    mean = tl.div_rn(tl.sum(pooled * pooled, 0), D.to(tl.float32))
+    mean = tl.div_rn(tl.sum(pooled * pooled, 0), tl.cast(D, tl.float32))
     scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     normed = tl.load(norm + column, held, 0.0) * (pooled * scale)
     tl.store(out + n * D + column, narrow(normed, out.dtype.element_ty), held)
