@@ -58,6 +58,10 @@ def multiply(library: ctypes.CDLL, name: str, x: Tensor, weight: Fp8Weight, spli
         ("half_128", 110, (256, 512, 1), 2),
         ("wide_128", 100, (256, 256, 1), 1),
         ("wide_192", 193, (256, 256, 1), 2),
+        ("wide_192", 170, (256, 256, 1), 1),
+        ("whole_128", 131, (256, 512, 1), 3),
+        ("thin", 7, (512, 1280, 2), 4),
+        ("thin", 3, (512, 512, 2), 8),
     ],
 )
 def test_products(
@@ -73,7 +77,8 @@ def test_products(
     error = (out.double() - exact).norm() / exact.norm()
     assert error < 2.5e-3  # bf16's own is 1.7e-3
     # a row's bits depend on how K is shared, and on nothing else
-    alone = multiply(library, "few_128", x[-1:].contiguous(), weight, split)
+    same = name if name == "thin" else "few_128"
+    alone = multiply(library, same, x[-1:].contiguous(), weight, split)
     assert torch.equal(alone[0], out[-1])
 
 
@@ -83,10 +88,13 @@ def test_schedules_follow_the_size_and_fixed_splits_the_matrix() -> None:
     wo_b = 5120, 1, 8192
     plans = [plan(*wo_b, rows) for rows in (1, 64, 192, 4096)]
     assert plans == [("few_64", 4), ("some_128", 5), ("wide_192", 4), ("wide_192", 1)]
-    assert plan(*wo_b, 4096, 4) == ("wide_192", 4)
+    assert plan(*wo_b, 192, 4) == ("wide_192", 4)
+    assert plan(*wo_b, 4096, 4) == ("whole_wide", 4)
+    assert plan(1024, 8, 4096, 8) == ("thin", 8)
     assert plan(256, 1, 256, 1)[1] == 1  # too few inputs to share
     shares = [share_of(rows, "wide_128") for rows in (1, 192, 193, 384, 4096)]
     assert shares == [8, 192, 104, 192, 192]
+    assert [share_of(4096, "wide_192", high) for high in (10, 24, 27)] == [160, 192, 176]
 
 
 @pytest.mark.skipif(not nvcc.available(), reason="nvcc is not installed")

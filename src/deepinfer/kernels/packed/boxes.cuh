@@ -27,6 +27,37 @@ __device__ inline float4 load_remote16(u32 at, int rank) {
   return v;
 }
 
+// A constant, asked for here and not where it is used.
+__device__ inline float load_now(const float* at) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));
+  return v;
+}
+// Four sums into another block's memory, whose barrier hears of their bytes.
+__device__ inline void send16(u32 at, int rank, const float* v, u32 bar) {
+  u32 remote, remote_bar;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(at), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_bar) : "r"(bar), "r"(rank));
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          remote),
+      "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(remote_bar)
+      : "memory");
+}
+__device__ inline void barrier_wait_cluster(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nagain:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra done;\nbra again;\ndone:\n}\n" ::"r"(bar), "r"(parity)
+      : "memory");
+}
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Rows of x in bytes, as boxes of `rows` rows by 128 bytes, swizzled as the products read them.
 inline bool describe_rows(TokenMap& map, const void* x, long long width, long long rows,
                           long long row_bytes, int box_rows) {

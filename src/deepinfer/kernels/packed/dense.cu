@@ -6,12 +6,13 @@ using std::max;
 using std::min;
 
 #include "dense.cuh"
+#include "thin.cuh"
 
-#define DENSE(name, ...)                                                                            \
+#define PRODUCT(name, launch, K)                                                                    \
   extern "C" int name(const void* x, const void* weight, const void* row_scale, void* out,          \
                       long long groups, long long outputs, long long inputs, long long row_bytes,   \
                       long long rows, long long share, long long out_row, long long programs,       \
-                      long long cluster, void* stream) {                                            \
+                      long long parts, void* stream) {                                              \
     DenseArgs a = {static_cast<const unsigned char*>(weight),                                       \
                    static_cast<const float*>(row_scale),                                            \
                    static_cast<unsigned short*>(out),                                               \
@@ -21,10 +22,16 @@ using std::min;
                    static_cast<int>(rows),                                                          \
                    static_cast<int>(out_row),                                                       \
                    static_cast<int>(share)};                                                        \
-    return launch_dense<Dense<__VA_ARGS__>>(a, x, row_bytes, programs, cluster, stream);            \
-  }                                                                                                 \
-  extern "C" int name##_held(long long cluster) {                                                   \
-    return dense_held<Dense<__VA_ARGS__>>(cluster);                                                 \
+    return launch<K>(a, x, row_bytes, programs, parts, stream);                                     \
   }
+#define DENSE(name, ...)                                   \
+  using Of_##name = Dense<__VA_ARGS__>;                    \
+  PRODUCT(name, launch_dense, Of_##name)                   \
+  extern "C" int name##_held(long long cluster) {          \
+    return dense_held<Of_##name>(cluster);                 \
+  }
+#define THIN(name, ...)                  \
+  using Of_##name = Thin<__VA_ARGS__>;   \
+  PRODUCT(name, launch_thin, Of_##name)
 
 #include "dense_schedules.cuh"

@@ -5,8 +5,10 @@
 // swizzled boxes, so nothing but barriers stands between a free stage and its next contents. A tile
 // takes up to 192 tokens, so that in decode steps each weight is read and decoded once.
 //
-// The blocks of a cluster share a tile's K and add up their parts in the order of their ranks. How
-// many they are depends on the matrix alone: a row's bits do not depend on its batch.
+// The blocks of a cluster share a tile's K. Each adds up some of its sums, in the order of the ranks:
+// of few tokens the others send theirs as they lie in registers, and one barrier counts what has come;
+// of many each reads the others' from their memory. A row's bits depend on how many share K, and not
+// on its batch.
 #pragma once
 #include "decode.cuh"
 #ifdef __CUDACC__
@@ -23,13 +25,18 @@ struct DenseArgs {
   // Every group of the matrix's rows takes its own K inputs of the same rows of x.
   int groups, outputs, inputs, rows, out_row;
   int share;  // tokens of a tile, a multiple of 8
+  int parts;  // of K, in tiles of whole K
 };
 
 // GROUPS consumer warpgroups of TILES 64-row tiles, at most TOKENS tokens a tile, STAGES stages of
 // BLOCKS 64-wide K blocks; PER_SM blocks fit a multiprocessor. Weights are decoded STEPS times 16
-// inputs ahead of their products.
-template <int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, int PER_SM, int STEPS>
+// inputs ahead of their products. WHOLE: a block takes all of a tile's K, but adds it up in parts, in
+// the order in which a cluster of so many blocks does.
+template <int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, int PER_SM, int STEPS,
+          bool WHOLE = false>
 struct Dense {
+  static constexpr bool TAKES_WHOLE = WHOLE;
+  static_assert(!WHOLE || TILES == 1, "one total");
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
   static constexpr int RESIDENT = PER_SM;
@@ -50,9 +57,25 @@ struct Dense {
   static_assert(GROUPS * CONSUMER_REGS + PRODUCER_REGS <= (GROUPS + 1) * LAUNCH_REGS, "registers");
   static constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;  // tokens that are stored at a time
   static constexpr int RING = STAGES * (WEIGHT_BYTES + TOKEN_BYTES);
-  static constexpr int SHARED = RING + GROUPS * CHUNK * 128 + 16 * STAGES + 1024;
+  static constexpr int PIECE = 512;  // bytes of a warp's sums of 16 rows by 8 tokens
+  // What a block is sent, of the number of blocks that makes it most.
+  static constexpr int sent_bytes() {
+    int most = 0;
+    for (int size = 2; size <= 8; ++size) {
+      const int pieces = (4 * PARTS * (TOKENS / 8) + size - 1) / size * (size - 1);
+      most = pieces > most ? pieces : most;
+    }
+    return most * PIECE;
+  }
+  static constexpr bool SENDS = TOKENS <= 64;
+  // Few sums have a place of their own; more of them come to the ring, once all have read theirs.
+  static constexpr bool APART = TOKENS <= 32;
   static constexpr int PITCH = HEIGHT + 4;  // floats of a token's partial sums: no bank conflicts
-  static constexpr bool SHARES = TOKENS * PITCH * 4 <= RING;  // blocks of a cluster may share K
+  static constexpr int PART = SENDS ? APART ? 0 : sent_bytes() : TOKENS * PITCH * 4;
+  static constexpr bool SHARES = PART <= RING;  // blocks of a cluster may share K
+  static constexpr int STORED = GROUPS * CHUNK * 128;
+  static constexpr int STAGING = APART && sent_bytes() > STORED ? sent_bytes() : STORED;
+  static constexpr int SHARED = RING + STAGING + 16 * STAGES + 16 + 1024;
   static_assert(WEIGHT_BYTES % 16 == 0 && TOKEN_BYTES % 1024 == 0, "alignment of copies");
 
   struct Place {  // of a tile: group, first output in it, 64-row blocks, first row, number of rows
@@ -85,9 +108,14 @@ struct Dense {
     }
   };
 
-  // First K block of a part of the cluster's tile.
+  // First K block of a part of the tile.
   static __device__ int start_of(const DenseArgs& a, int part) {
-    return a.inputs / 128 * part / cluster_blocks() * 2;
+    return a.inputs / 128 * part / (WHOLE ? a.parts : cluster_blocks()) * 2;
+  }
+
+  // First K block of a block's share.
+  static __device__ int own_start(const DenseArgs& a, int rank) {
+    return WHOLE ? a.inputs / 64 * rank : start_of(a, rank);
   }
 
   static __device__ void fetch_weights(const DenseArgs& a, const Place& p, int block, u32 target,
@@ -119,7 +147,7 @@ struct Dense {
   static __device__ void produce(const DenseArgs& a, const TokenMap& map, int total, u32 tokens,
                                  u32 weights, u32 full, u32 empty) {
     const int size = cluster_blocks(), start = blockIdx.x / size, stride = gridDim.x / size;
-    const int begin = start_of(a, cluster_place()), end = start_of(a, cluster_place() + 1);
+    const int begin = own_start(a, cluster_place()), end = own_start(a, cluster_place() + 1);
     const u64 policy = read_once();
     expect_map(map);
     const u32 of_tokens = a.share * (128 * BLOCKS);
@@ -177,6 +205,23 @@ struct Dense {
     float of[TILES][N / 2];
   };
 
+  // A thread's two rows of each of its tiles: their scales, asked for before the products, since they
+  // come from far away.
+  struct Scales {
+    float upper[TILES], lower[TILES];
+  };
+  static __device__ Scales scales_of(const DenseArgs& a, const Place& p) {
+    const int slab = threadIdx.x / 128 * (TILES * 4) + (threadIdx.x >> 5 & 3);
+    Scales s;
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) {
+      const int row = min(slab + 4 * m, p.blocks * 4 - 1) * 16 + (threadIdx.x >> 2 & 7);
+      const float* at = a.row_scale + p.group * a.outputs + p.output + row;
+      s.upper[m] = load_now(at), s.lower[m] = load_now(at + 8);
+    }
+    return s;
+  }
+
   template <int UNIT>
   static __device__ void decode_unit(u32 weights, u32 (&a)[4 * STEPS]) {
     constexpr int k = UNIT / (PIECES * TILES), tile = UNIT / PIECES % TILES;
@@ -225,32 +270,142 @@ struct Dense {
   }
 
   template <int N>
+  using Total = Sums<WHOLE ? N : 2>;
+
+  // WHOLE: behind the last step of a part its sums are added to the total, and begin anew.
+  template <int N>
+  static __device__ void end_of_step(const DenseArgs& a, Sums<N>& sums, Sums<N>& total, int& part,
+                                     int& until) {
+    if (--until) return;
+    keep_in_place(sums.of[0]);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      total.of[0][i] = part ? total.of[0][i] + sums.of[0][i] : sums.of[0][i];
+      sums.of[0][i] = 0.f;
+    }
+    ++part;
+    until = (start_of(a, part + 1) - start_of(a, part)) / BLOCKS;
+  }
+
+  template <int N>
   static __device__ void multiply(const DenseArgs& a, const Place& p, Ring& ring, u32 tokens,
                                   u32 weights, u32 full, u32 empty, u32 staging) {
+    const Scales scales = scales_of(a, p);
     Sums<N> sums;
 #pragma unroll
     for (int m = 0; m < TILES; ++m)
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums.of[m][i] = 0.f;
     u32 even[4 * STEPS], odd[4 * STEPS];
-    const int steps = (start_of(a, cluster_place() + 1) - start_of(a, cluster_place())) / BLOCKS;
+    const int steps = (own_start(a, cluster_place() + 1) - own_start(a, cluster_place())) / BLOCKS;
+    Total<N> total;
+    int part = 0, until = WHOLE ? start_of(a, 1) / BLOCKS : 0;
     Stage stage = enter(ring, tokens, weights, full, empty);
     decode_unit<0>(stage.weights, even);
 #pragma unroll 1
     for (int left = steps - 1; left >= 0; --left) {
       unit<N, 0>(sums, even, odd, stage, left > 0, ring, tokens, weights, full, empty);
+      if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
       if constexpr (UNITS % 2) {
         if (--left < 0) break;
         unit<N, 0>(sums, odd, even, stage, left > 0, ring, tokens, weights, full, empty);
+        if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
       }
+    }
+    if constexpr (WHOLE) {
+      store<N>(a, p, total, scales, staging);
+      return;
     }
     if constexpr (SHARES) {
       if (cluster_blocks() > 1) {
-        keep_part<N>(sums, tokens);
+        if constexpr (SENDS)
+          share<N>(a, p, sums, scales, tokens, staging, full);
+        else
+          keep_part<N>(sums, tokens);
         return;
       }
     }
-    store<N>(a, p, sums, staging);
+    store<N>(a, p, sums, scales, staging);
+  }
+
+  static __device__ u32 sums_barrier(u32 full) { return full + 16 * STAGES; }
+
+  // How many pieces of a tile a block adds up.
+  static __device__ int owned(const Place& p) {
+    const int pieces = p.blocks * 4 * ((p.rows + 7) / 8), left = pieces - cluster_place();
+    return left <= 0 ? 0 : (left + cluster_blocks() - 1) / cluster_blocks();
+  }
+
+  // Send the sums that others add up, wait for those that this block adds up, and store them.
+  template <int N>
+  static __device__ void share(const DenseArgs& a, const Place& p, const Sums<N>& sums,
+                               const Scales& scales, u32 tokens, u32 staging, u32 full) {
+    const int size = cluster_blocks(), rank = cluster_place(), lane = threadIdx.x & 31;
+    const int slab = threadIdx.x / 128 * (TILES * 4) + (threadIdx.x >> 5 & 3);
+    const int wide = (p.rows + 7) / 8;
+    const u32 place = (APART ? staging : tokens) + lane * 16, bar = sums_barrier(full);
+    if constexpr (!APART) cluster_arrive();  // this thread has read its stages
+    cluster_wait();
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) {
+      const int first = (slab + 4 * m) * wide;
+      if (slab + 4 * m >= p.blocks * 4) break;
+      int owner = first % size, at = first / size;
+#pragma unroll
+      for (int j = 0; j < N / 8; ++j) {
+        if (j >= wide) break;
+        const int turn = at * (size - 1) + rank - (rank > owner);
+        if (owner != rank) send16(place + turn * PIECE, owner, sums.of[m] + 4 * j, bar);
+        if (++owner == size) owner = 0, ++at;
+      }
+    }
+    if (!owned(p)) return;
+    barrier_wait_cluster(bar, 0);
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) {
+      const int first = (slab + 4 * m) * wide, row = (slab + 4 * m) * 16 + (lane >> 2);
+      if (slab + 4 * m >= p.blocks * 4) break;
+      const int output = p.group * a.outputs + p.output + row;
+      const float upper = scales.upper[m], lower = scales.lower[m];
+      int owner = first % size, at = first / size;
+#pragma unroll
+      for (int j = 0; j < N / 8; ++j) {
+        if (j >= wide) break;
+        if (owner == rank) {
+          const float* own = sums.of[m] + 4 * j;
+          float v[4];
+          u32 from = place + at * (size - 1) * PIECE;
+          for (int r = 0; r < size; ++r) {
+            float part[4] = {own[0], own[1], own[2], own[3]};
+            if (r != rank) load_floats(from, part), from += PIECE;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = r ? v[i] + part[i] : part[i];
+          }
+          const int token = p.row + 8 * j + 2 * (lane & 3);
+          store_pair(a, token, output, v[0] * upper, v[1] * upper, p.row + p.rows);
+          store_pair(a, token, output + 8, v[2] * lower, v[3] * lower, p.row + p.rows);
+        }
+        if (++owner == size) owner = 0, ++at;
+      }
+    }
+  }
+
+  static __device__ void load_floats(u32 at, float (&v)[4]) {
+    const uint4 bits = load16(at);
+    v[0] = __uint_as_float(bits.x), v[1] = __uint_as_float(bits.y);
+    v[2] = __uint_as_float(bits.z), v[3] = __uint_as_float(bits.w);
+  }
+
+  // One output of two tokens in each lane, its neighbour's in the next four: pairs of outputs, of the
+  // first token in even fours and of the second in odd ones.
+  static __device__ void store_pair(const DenseArgs& a, int token, int output, float first,
+                                    float second, int end) {
+    const bool odd = threadIdx.x >> 2 & 1;
+    const float other = __shfl_xor_sync(0xFFFFFFFFu, odd ? first : second, 4);
+    const u32 pair = odd ? pack_bf16(other, second) : pack_bf16(first, other);
+    token += odd;
+    if (token < end)
+      *reinterpret_cast<u32*>(a.out + size_t(token) * a.out_row + output - odd) = pair;
   }
 
   // Partial sums into shared memory, over the ring, which has been read.
@@ -314,21 +469,22 @@ struct Dense {
   }
 
   template <int N>
-  static __device__ void store(const DenseArgs& a, const Place& p, Sums<N>& sums, u32 staging) {
+  static __device__ void store(const DenseArgs& a, const Place& p, Sums<N>& sums,
+                               const Scales& scales, u32 staging) {
     const int group = threadIdx.x / 128, t = threadIdx.x & 127, warp = t >> 5, lane = t & 31;
     const u32 base = staging + group * (CHUNK * 128);
 #pragma unroll
     for (int m = 0; m < TILES; ++m) {
       if (group * TILES + m >= p.blocks) break;
       const int output = p.group * a.outputs + p.output + (group * TILES + m) * 64;
-      const float* scale = a.row_scale + output + warp * 16 + (lane >> 2);
-      const float upper = __ldg(scale), lower = __ldg(scale + 8);
+      const float upper = scales.upper[m], lower = scales.lower[m];
 #pragma unroll
       for (int start = 0; start < N; start += CHUNK) {
         if (start && start >= p.rows) break;
         constexpr int SIZE = N < CHUNK ? N : CHUNK;
 #pragma unroll
         for (int j = 0; j < SIZE / 8; ++j) {
+          if (start + 8 * j >= N) break;
           const float* v = sums.of[m] + start / 2 + 4 * j;
           const u32 r0 = pack_bf16(v[0] * upper, v[1] * upper);
           const u32 r1 = pack_bf16(v[2] * lower, v[3] * lower);
@@ -355,25 +511,31 @@ struct Dense {
 
   static __device__ void run(const DenseArgs& a, const TokenMap& map) {
     const u32 tokens = address(ring_memory()), weights = tokens + STAGES * TOKEN_BYTES;
-    const u32 staging = weights + STAGES * WEIGHT_BYTES, full = staging + GROUPS * CHUNK * 128;
+    const u32 staging = weights + STAGES * WEIGHT_BYTES, full = staging + STAGING;
     const u32 empty = full + 8 * STAGES;
+    const int total = tiles(a), size = cluster_blocks();
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES; ++i) {
         barrier_init(full + 8 * i, 1);
         barrier_init(empty + 8 * i, 4 * GROUPS);
       }
+      barrier_init(sums_barrier(full), 1);
       barriers_ready();
+      if (SENDS && size > 1)
+        barrier_expect(sums_barrier(full),
+                       owned(locate(a, blockIdx.x / size)) * (size - 1) * PIECE);
     }
     __syncthreads();
     next_kernel_may_start();
-    const int total = tiles(a), size = cluster_blocks();
+    if (APART && size > 1) cluster_arrive();  // others may send
     if (threadIdx.x >= CONSUMERS) {
       fewer_registers<PRODUCER_REGS>();
       if (threadIdx.x == CONSUMERS) produce(a, map, total, tokens, weights, full, empty);
       __syncwarp();
       if (size > 1) {
-        cluster_barrier();
-        cluster_barrier();
+        if constexpr (!APART) cluster_arrive();
+        cluster_wait();
+        if constexpr (!SENDS) cluster_barrier();
       }
       return;
     }
@@ -390,11 +552,18 @@ struct Dense {
           multiply<24>(a, p, ring, tokens, weights, full, empty, staging);
         else
           multiply<32>(a, p, ring, tokens, weights, full, empty, staging);
+      } else if constexpr (TOKENS == 192 && !WHOLE) {
+        if (size > 1 || a.share > 176)
+          multiply<192>(a, p, ring, tokens, weights, full, empty, staging);
+        else if (a.share > 160)
+          multiply<176>(a, p, ring, tokens, weights, full, empty, staging);
+        else
+          multiply<160>(a, p, ring, tokens, weights, full, empty, staging);
       } else {
         multiply<TOKENS>(a, p, ring, tokens, weights, full, empty, staging);
       }
     }
-    if constexpr (SHARES) {
+    if constexpr (SHARES && !SENDS) {
       if (size > 1) {
         cluster_barrier();  // all have their partial sums
         gather_all(a, locate(a, blockIdx.x / size), tokens);
@@ -429,9 +598,36 @@ int dense_held(long long cluster) {
   return cudaOccupancyMaxActiveClusters(&held, run_dense<K>, &config) == cudaSuccess ? held : -1;
 }
 
+// Blocks without clusters; tokens in boxes of `box` rows.
+template <typename... More>
+int launch_alone(void (*kernel)(DenseArgs, TokenMap, More...), int threads, int shared,
+                 long long blocks, const DenseArgs& a, const void* x, long long row_bytes, int box,
+                 void* stream, More... more) {
+  cudaError_t e = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (e != cudaSuccess) return e;
+  TokenMap map;
+  if (!describe_rows(map, x, 2LL * a.inputs * a.groups, a.rows, row_bytes, box))
+    return cudaErrorInvalidValue;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute[0].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  e = cudaLaunchKernelEx(&config, kernel, a, map, more...);
+  return e != cudaSuccess ? e : cudaGetLastError();
+}
+
 template <class K>
-int launch_dense(const DenseArgs& a, const void* x, long long row_bytes, long long programs,
-                 long long cluster, void* stream) {
+int launch_dense(DenseArgs a, const void* x, long long row_bytes, long long programs,
+                 long long parts, void* stream) {
+  a.parts = static_cast<int>(parts);
+  const long long cluster = K::TAKES_WHOLE ? 1 : parts;
   static bool ready = false;
   if (!ready) {
     cudaError_t e =

@@ -27,23 +27,28 @@ class Schedule:
     costs            microseconds of a launch; of a round of tiles; of 64 inputs of a tile, and for
                      each of its tokens; of sharing a sum, and for each token; of 64 inputs for
                      each tile that a multiprocessor gets on average
+    alone            a block takes all of a tile's K, and adds up its parts itself
     """
 
     tokens: int
     outputs: int
     resident: int
     costs: tuple[float, ...]
+    alone: bool = False
 
 
 SCHEDULES: Final = {
-    "few_64": Schedule(32, 64, 3, (1.28, 0.38, 0.2, 0.0015, 3.21, 0.032, 0.067)),
-    "few_128": Schedule(32, 128, 2, (1.2, 0.75, 0.067, 0.002, 3.18, 0.038, 0.252)),
-    "some_128": Schedule(64, 128, 2, (2.75, 0.0, 0.0, 0.0029, 0.0, 0.078, 0.269)),
+    "few_64": Schedule(32, 64, 3, (0.08, 0.66, 0.145, 0.0017, 2.27, 0.0286, 0.1)),
+    "few_128": Schedule(32, 128, 2, (0.01, 1.9, 0.194, 0.0013, 1.39, 0.0441, 0.194)),
+    "some_128": Schedule(64, 128, 2, (1.24, 0.0, 0.0, 0.0052, 0.0, 0.0713, 0.218)),
     "half_128": Schedule(96, 128, 2, (2.54, 2.16, 0.255, 0.0002, 2.24, 0.03, 0.232)),
     "step_128": Schedule(128, 128, 1, (0.64, 3.01, 0.22, 0.0003, 2.07, 0.017, 0.158)),
     "step_192": Schedule(128, 192, 1, (0.92, 3.79, 0.275, 0.0003, 1.92, 0.02, 0.284)),
     "wide_128": Schedule(192, 128, 1, (0.4, 2.12, 0.0, 0.0019, 1.73, 0.018, 0.232)),
     "wide_192": Schedule(192, 192, 1, (0.43, 3.88, 0.0, 0.0029, 5.21, 0.0, 0.289)),
+    "whole_128": Schedule(128, 128, 1, (0.0, 1.11, 0.0, 0.0026, 0.0, 0.0, 0.212), alone=True),
+    "whole_wide": Schedule(192, 128, 1, (0.0, 1.8, 0.0, 0.003, 0.0, 0.0, 0.191), alone=True),
+    "thin": Schedule(8, 32, 2, (1.19, 0.0, 0.0, 0.0075, 0.0, 0.0, 0.0595), alone=True),
 }
 
 _HELD: Final = {
@@ -65,19 +70,39 @@ _NAMES: Final = (
 )
 """Most rows -> schedules that may take them."""
 
+_WIDTHS: Final = {"wide_128": (160, 176), "wide_192": (160, 176)}
+"""Tokens that a tile may be cut to: its products take less time then."""
+
+_LONGEST: Final = 64 * 31 * 8
+"""Most inputs of "thin": a lane of a warp holds the scales of 64."""
+
+_MANY: Final = 1024
+"""From more rows on a block adds up the parts of a fixed split itself, whatever the estimate."""
+
 _TYPICAL: Final = ((8, 1.0), (32, 1.0), (192, 1.0), (4096, 0.025))
 """Rows, and what their time counts, where one split serves all."""
 
 
 @cache
 def plan(outputs: int, groups: int, inputs: int, rows: int, split: int = 0) -> tuple[str, int]:
-    """Return schedule and split for a number of rows, the fastest where no split is given."""
+    """Return schedule and parts of K for a number of rows, the fastest where no split is given.
+
+    split  parts of K that are added up in their order: a row's bits depend on it, "thin" apart
+    """
     names = next(names for most, names in _NAMES if rows <= most)
     splits = (split,) if split else _splits(inputs)
-    return min(
-        ((name, s) for name in names for s in splits),
-        key=lambda at: _time(at[0], at[1], outputs, groups, inputs, rows),
-    )
+    found = [(name, s) for name in names for s in splits]
+    if not split and rows <= SCHEDULES["thin"].tokens and inputs <= _LONGEST:
+        found.append(("thin", _ways(inputs)))
+    if split > 1 and rows > 256:
+        whole = [(name, split) for name in ("whole_128", "whole_wide")]
+        found = whole if rows > _MANY else found + whole
+    return min(found, key=lambda at: _time(at[0], at[1], outputs, groups, inputs, rows))
+
+
+def _ways(inputs: int) -> int:
+    """Return how many warps of "thin" share the K of 32 outputs."""
+    return 4 if inputs < 2048 else 8
 
 
 @cache
@@ -102,6 +127,7 @@ def _splits(inputs: int) -> range:
 def _time(name: str, split: int, outputs: int, groups: int, inputs: int, rows: int) -> float:
     """Estimate a product's microseconds."""
     schedule = SCHEDULES[name]
+    split = 1 if schedule.alone else split
     share, steps, shared = share_of(rows, name), inputs / 64 / split, float(split > 1)
     tiles = groups * -(-outputs // schedule.outputs) * -(-rows // schedule.tokens)
     rounds = -(-tiles // _HELD[schedule.resident][split - 1])
@@ -117,9 +143,25 @@ def _time(name: str, split: int, outputs: int, groups: int, inputs: int, rows: i
     return sum(cost * part for cost, part in zip(schedule.costs, parts, strict=True))
 
 
-def share_of(rows: int, name: str) -> int:
-    """Return the tokens of a schedule's tile: equal parts, a multiple of 8."""
-    parts = -(-rows // SCHEDULES[name].tokens)
+def share_of(rows: int, name: str, high: int = 0) -> int:
+    """Return the tokens of a schedule's tile: equal parts, a multiple of 8.
+
+    high  tiles above each other, where each is one block's: many tokens are parted so that rounds
+          of tiles are full
+    """
+    schedule = SCHEDULES[name]
+    least = -(-rows // schedule.tokens)
+    most = least + least // 4 if high and name in _WIDTHS else least
+
+    def cost(parts: int) -> int:
+        share = _share(rows, parts)
+        width = next((w for w in _WIDTHS.get(name, ()) if share <= w), schedule.tokens)
+        return -(-high * parts // _HELD[schedule.resident][0]) * width
+
+    return _share(rows, min(range(least, most + 1), key=cost))
+
+
+def _share(rows: int, parts: int) -> int:
     return -(-rows // (8 * parts)) * 8
 
 
@@ -129,27 +171,27 @@ def multiply(
     groups: int = 1,
     *,
     out: Tensor | None = None,
-    name: str = "",
     split: int = 0,
 ) -> Tensor:
     """Multiply all rows by an e4m3 matrix, each group of its outputs by its own inputs.
 
     x        [T, G, K] bf16, contiguous
-    name     the schedule, by default chosen for the number of rows
-    split    blocks that share one tile's K, by default chosen with it: a row's bits depend on it
+    split    parts of K that are added up in their order, so that a row's bits do not depend on its
+             batch; by default chosen with the schedule for the number of rows
     returns  [T, outputs] bf16, accumulated in fp32, rounded once
     """
     rows = x.shape[0]
     size = (weight.outputs // groups, groups, weight.inputs)
-    chosen, parts = plan(*size, rows, split)
-    name, split = (name, split or 1) if name else (chosen, parts)
+    name, parts = plan(*size, rows, split)
     if out is None:
         out = torch.empty(rows, weight.outputs, dtype=torch.bfloat16, device=x.device)
+    schedule = SCHEDULES[name]
+    high = groups * -(-size[0] // schedule.outputs) if parts == 1 else 0
     nvcc.call(
         nvcc.load(SOURCE), name, x.device,
         x, weight.data, weight.row_scale, out,
         groups, size[0], weight.inputs, x.stride(0) * x.element_size(),
-        rows, share_of(rows, name), weight.outputs,
-        nvcc.processors(x.device) * SCHEDULES[name].resident, split,
+        rows, share_of(rows, name, high), weight.outputs,
+        nvcc.processors(x.device) * schedule.resident, parts,
     )  # fmt: skip
     return out

@@ -8,3 +8,7 @@ DENSE(step_128, 2, 1, 128, 1, 8, 1, 4)
 DENSE(step_192, 3, 1, 128, 1, 7, 1, 4)
 DENSE(wide_128, 2, 1, 192, 1, 6, 1, 4)
 DENSE(wide_192, 3, 1, 192, 1, 5, 1, 2)
+DENSE(whole_128, 2, 1, 128, 1, 8, 1, 4, true)
+DENSE(whole_wide, 2, 1, 192, 1, 6, 1, 2, true)
+// For at most eight tokens: stages of a warp.
+THIN(thin, 4)
