@@ -110,11 +110,12 @@ class _Forms:
         return blocks, shares
 
     def run(self, blocks: tuple[BlockWeights, ...], shares: ExpertRanks | None) -> Tensor:
-        """Return the logits of a step."""
+        """Return the logits of a step; they stay where a recording puts them anew."""
         self.model.blocks, self.model.ranks = blocks, shares
         if shares is not None:
             self.model.begin(self.inputs.num_rows)
-        return self.model.forward(self.inputs, self.bench.caches, self.every)
+        self.logits = self.model.forward(self.inputs, self.bench.caches, self.every)
+        return self.logits
 
     def fresh(self) -> None:
         """Make the caches again what they were."""
@@ -228,14 +229,13 @@ def _measure(team: Gang, args: argparse.Namespace) -> None:
         except (DeepInferError, RuntimeError) as error:
             team.tell({"what": name, "error": str(error).splitlines()[0][:200]})
             continue
-        forms.fresh()
-        found = forms.run(blocks, shares)
-        wrong = team.anywhere(not torch.equal(found, want))
-        rows = team.largest(int((found != want).any(1).sum()))
-        team.tell({"what": name, "bits_equal": not wrong, "rows_that_differ": rows})
+        step: Work = partial(forms.run, blocks, shares)
+        _compare(team, forms, name, "eager", step, want)
         clock.lap(f"{name}, compared")
         flows = shares.exchange.flows or name in ("fixed", "gathered")
-        step, mode = timer.prepared(name, partial(forms.run, blocks, shares), flows)
+        step, mode = timer.prepared(name, step, flows)
+        if mode == "graph":
+            _compare(team, forms, name, mode, step, want)
         timer.beside(name, step, mode, part)
         kept.append((name, step))
         clock.lap(name)
@@ -244,6 +244,15 @@ def _measure(team: Gang, args: argparse.Namespace) -> None:
             timer.kernels(name, step)
             clock.lap(f"{name}'s kernels")
     forms.model.blocks, forms.model.ranks = forms.whole, None
+
+
+def _compare(team: Gang, forms: _Forms, name: str, mode: str, step: Work, want: Tensor) -> None:
+    """Tell whether a step on fresh caches gives the logits of one rank."""
+    forms.fresh()
+    step()
+    differs = (forms.logits != want).any(1)
+    entry = {"what": name, "mode": mode, "bits_equal": not team.anywhere(bool(differs.any()))}
+    team.tell({**entry, "rows_that_differ": team.largest(int(differs.sum()))})
 
 
 def _config(dims: str) -> ModelConfig:
