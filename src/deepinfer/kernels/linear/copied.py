@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAST_ROWS", "fp8_linear", "grouped_linear"]
 
-LEAST_ROWS: Final = 112
+LEAST_ROWS: Final = 96
 """From so many rows on the library is faster than the packed weights' products, ..."""
 
-LEAST_ROWS_TALL: Final = 257
-"""... and from so many on for matrices whose tiles fill a card: they share no sums."""
+_LEAST_ROWS_LARGE: Final = 193
+"""... from so many on for matrices of more elements, ..."""
 
+_LEAST_ROWS_TALL: Final = 257
+"""... and from so many on for those whose tiles fill a card: they share no sums."""
+
+_LARGE: Final = 25_000_000
 _TALL: Final = 128 * 132
 
 _ROWS_AT_A_TIME: Final = 2048
@@ -61,7 +65,9 @@ def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor
 
 
 def _least_rows(copy: Tensor) -> int:
-    return LEAST_ROWS_TALL if copy.shape[0] >= _TALL else LEAST_ROWS
+    if copy.shape[0] >= _TALL:
+        return _LEAST_ROWS_TALL
+    return _LEAST_ROWS_LARGE if copy.numel() >= _LARGE else LEAST_ROWS
 
 
 def _copy(weight: Fp8Weight) -> Tensor:
