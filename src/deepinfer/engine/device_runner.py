@@ -75,6 +75,8 @@ def make_runner(
         return Runner(*parts, config.replay.mode)
     most = sizes.max_model_len + config.speculation.num_drafts + 1
     graphs = config.scheduling.cuda_graphs
+    if graphs == "auto" and not model.flows:  # a step that waits for the host cannot be recorded
+        graphs = "off"
     return DeviceRunner(
         *parts,
         config.replay.mode,

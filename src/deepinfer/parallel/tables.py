@@ -126,9 +126,9 @@ class HostRows:
         ahead, self._ahead = self._ahead, None
 
         def read() -> Tensor:
-            if ahead is None:
+            if ahead is None or ahead.exception() is not None:  # the thread has done it before
                 return self._read(index)
-            known, data = ahead.result()  # the thread has done it before
+            known, data = ahead.result()
             if not len(known):
                 return self._read(index)
             place = torch.searchsorted(known, index).clamp(max=len(known) - 1)
