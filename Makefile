@@ -56,7 +56,7 @@ format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 
 test: $(DEV) ## the CPU tests
-	$(BIN)/python -m pytest -n auto -q -m "cpu and not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -q -m "cpu and not slow"
 
 walks: $(DEV) ## 10,000 random walks for each grammar library and family of shapes
 	$(BIN)/python -m tests.grammar.walks --out benchmarks/walks.jsonl

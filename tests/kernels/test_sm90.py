@@ -11,6 +11,7 @@ import ctypes
 import math
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,9 @@ SOURCES = {
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+@pytest.fixture(scope="session")
+def host(built_once: Callable[..., Path]) -> dict[str, ctypes.CDLL]:
     """The sources as libraries of this machine."""
-    folder = tmp_path_factory.mktemp("host")
     flags = (
         "-std=c++17",
         "-fno-gnu-unique",  # else two such libraries in a process share their fibers
@@ -68,11 +68,15 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
         "-DHOST_TWIN",
         f"-I{Path(__file__).parent}",
     )
-    running = {
-        name: subprocess.Popen(["g++", "-x", "c++", *flags, "-o", str(folder / name), str(source)])
-        for name, source in SOURCES.items()
-    }
-    assert all(process.wait() == 0 for process in running.values())
+
+    def make(folder: Path) -> None:
+        running = [
+            subprocess.Popen(["g++", "-x", "c++", *flags, "-o", str(folder / name), str(source)])
+            for name, source in SOURCES.items()
+        ]
+        assert [process.wait() for process in running] == [0] * len(running)
+
+    folder = built_once("sm90_host", make)
     return {name: ctypes.CDLL(str(folder / name)) for name in SOURCES}
 
 
