@@ -23,7 +23,28 @@ __all__ = [
     "StateError",
     "TokenizerError",
     "UnsupportedError",
+    "json_kind",
+    "json_problem",
 ]
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Return what a JSON reader's error says, in words that need no knowledge of the reader."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply; some hundred levels are accepted"
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at line {error.lineno} column {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8: {error.reason} at byte {error.start}"
+    return str(error)
+
+
+def json_kind(value: object) -> str:
+    """Return what JSON calls a value, with its article."""
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    if value is None:
+        return "null"
+    return names.get(type(value), "a number" if isinstance(value, int | float) else "no JSON value")
 
 
 class DeepInferError(Exception):

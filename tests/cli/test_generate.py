@@ -392,3 +392,20 @@ def test_long_runs_get_sparser_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_speed_of_nothing() -> None:
     assert speed([], 0.0) == "0 of 0 finished, 0 tokens in 0.00 s"
     assert speed([answer(0, "x")], 0.5) == "1 of 1 finished, 2 tokens in 0.50 s, 4.0 tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--choice", ""], "--choice '' holds an empty text"),
+        (["--choice", "a,,b"], "--choice 'a,,b' holds an empty text"),
+        (["--regex", "a", "--trigger", ""], "--trigger is empty"),
+        (["--regex", "a", "--trigger", "x", "--bound", ""], "--bound is empty"),
+    ],
+)
+def test_empty_texts_of_shapes_are_refused(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a shell's unset variable gives them."""
+    assert main(["generate", "--model", "golden", "--prompt", "x", *flags]) == 2
+    assert told in capsys.readouterr().err

@@ -137,8 +137,8 @@ def test_duplicates_are_errors_of_their_rows(tmp_path: Path) -> None:
 
 BAD_LINES = [
     ("{", "the line is no JSON"),
-    ("[1]", "must hold a JSON object, not list"),
-    ('"x"', "must hold a JSON object, not str"),
+    ("[1]", "must hold a JSON object, not a list"),
+    ('"x"', "must hold a JSON object, not a text"),
     ("{}", "the row must hold url and body, prompt, or messages"),
     ('{"custom_id": [1], "prompt": [5]}', "custom_id must be a text"),
     ('{"prompt": ""}', "the prompt is empty"),

@@ -21,7 +21,7 @@ from typing import Any, Final
 from deepinfer.chat import companion
 from deepinfer.chat.render import CALLS_BEGIN, DSML, Piece, Prompt
 from deepinfer.chat.tokenizer import Tokenizer
-from deepinfer.errors import ProtocolError
+from deepinfer.errors import ProtocolError, json_kind, json_problem
 
 __all__ = [
     "Api",
@@ -354,9 +354,9 @@ def parse(api: Api, body: bytes | str | Mapping[str, Any], default_model: str) -
         try:
             found = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"the body is no JSON: {error}") from None
+            raise ProtocolError(f"the body is no JSON: {json_problem(error)}") from None
     if not isinstance(found, dict):
-        raise ProtocolError("the body must be a JSON object")
+        raise ProtocolError(f"the body must be a JSON object, not {json_kind(found)}")
     model = found.get("model") or default_model
     if not isinstance(model, str):
         raise ProtocolError("model must be a text")

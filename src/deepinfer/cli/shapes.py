@@ -42,6 +42,14 @@ def shape_of(args: argparse.Namespace) -> Structured | None:
         given["regex"] = args.regex
     if args.choice is not None:
         given["choice"] = args.choice.split(",")
+        if "" in given["choice"]:
+            raise UsageError(
+                f"--choice {args.choice!r} holds an empty text, expected texts with commas between "
+                "them, as in yes,no; an empty answer or a comma in a text needs --regex or --ebnf"
+            )
+    for name in ("trigger", "bound"):
+        if getattr(args, name) == "":
+            raise UsageError(f"--{name} is empty: give the text, or leave the flag out")
     if not given:
         lone = [f"--{name}" for name in ("trigger", "bound", "strict") if getattr(args, name)]
         if lone:

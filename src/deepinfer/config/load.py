@@ -18,7 +18,7 @@ from typing import Final
 from deepinfer.config.engine import EngineConfig, flatten, parse_set
 from deepinfer.config.fields import near_matches
 from deepinfer.config.model import ModelConfig
-from deepinfer.errors import ConfigError
+from deepinfer.errors import ConfigError, json_kind, json_problem
 
 __all__ = [
     "DEMO_MODEL",
@@ -127,9 +127,9 @@ def read_json(file: Path) -> dict[str, object]:
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+        raise ConfigError(f"{file} is not valid JSON: {json_problem(error)}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} holds {type(value).__name__}, expected one JSON object")
+        raise ConfigError(f"{file} holds {json_kind(value)}, expected one JSON object")
     return value
 
 
@@ -180,8 +180,8 @@ def _read_toml(file: Path) -> dict[str, object]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {json_problem(error)}") from error
 
 
 def environment_settings(environ: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:

@@ -14,7 +14,13 @@ from deepinfer.chat.protocol import ProtocolEvent
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.dialog.samples import raise_failure, sample_params
 from deepinfer.engine.request import Chunk, Completion, SamplingParams
-from deepinfer.errors import ProtocolError, RequestError, TokenizerError
+from deepinfer.errors import (
+    ProtocolError,
+    RequestError,
+    TokenizerError,
+    json_kind,
+    json_problem,
+)
 from deepinfer.grammar.spec import Structured
 
 __all__ = ["CompletionsRequest"]
@@ -197,9 +203,9 @@ def _read(body: bytes | str | Mapping[str, Any]) -> dict[str, Any]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the body is no JSON: {error}") from None
+        raise ProtocolError(f"the body is no JSON: {json_problem(error)}") from None
     if not isinstance(found, dict):
-        raise ProtocolError("the body must be a JSON object")
+        raise ProtocolError(f"the body must be a JSON object, not {json_kind(found)}")
     return found
 
 

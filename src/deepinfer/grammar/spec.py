@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from json import JSONDecodeError, dumps, loads
+from json import dumps, loads
 from numbers import Integral
 from typing import Final, Literal
 
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, json_kind, json_problem
 
 __all__ = ["Kind", "Structured"]
 
@@ -203,25 +203,23 @@ def _schema_text(value: object, problems: list[str]) -> str | None:
     if isinstance(value, str):
         try:
             parsed = loads(value, parse_constant=_no_constant)
-        except JSONDecodeError as error:
-            problems.append(
-                f"json is no JSON: {error.msg} at line {error.lineno} column {error.colno}"
-            )
-            return None
         except (ValueError, RecursionError) as error:
-            problems.append(f"json is no JSON: {error}")
+            problems.append(f"json is no JSON: {json_problem(error)}")
             return None
     else:
         parsed = value
     if not isinstance(parsed, Mapping | bool):
         problems.append(
-            f"json must be a schema (an object, true or false), not {type(parsed).__name__}"
+            f"json must be a schema (an object, true or false), not {json_kind(parsed)}"
         )
         return None
     try:
         text = dumps(_plain(parsed), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except TypeError as error:
         problems.append(f"json is no JSON: {error}")
+        return None
+    except (ValueError, RecursionError) as error:
+        problems.append(f"json is no JSON: {json_problem(error)}")
         return None
     problems += _surrogates("json", text)
     return text

@@ -20,7 +20,13 @@ from deepinfer.dialog.protocol import convert
 from deepinfer.dialog.samples import raise_failure, sample_params
 from deepinfer.engine.prompts import BadPrompt, check_prompt
 from deepinfer.engine.request import Completion, SamplingParams
-from deepinfer.errors import DeepInferError, ProtocolError, RequestError
+from deepinfer.errors import (
+    DeepInferError,
+    ProtocolError,
+    RequestError,
+    json_kind,
+    json_problem,
+)
 from deepinfer.jobs.output import Record
 from deepinfer.jobs.source import MAX_LINE_BYTES, Line
 
@@ -97,10 +103,10 @@ def read_row(line: Line, settings: str) -> Row:
     try:
         content = json.loads(line.data)
     except (ValueError, RecursionError) as failed:
-        error = f"the line is no JSON: {failed}"
+        error = f"the line is no JSON: {json_problem(failed)}"
         return Row(line.number, key, None, _digest(repr(line.data), settings), None, error)
     if not isinstance(content, dict):
-        error = f"the line must hold a JSON object, not {type(content).__name__}"
+        error = f"the line must hold a JSON object, not {json_kind(content)}"
         return Row(line.number, key, None, _digest(repr(line.data), settings), None, error)
     custom_id = content.pop("custom_id", None)
     error_found = None

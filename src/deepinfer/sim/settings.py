@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from deepinfer.config.fields import near_matches, show
-from deepinfer.errors import ConfigError, UnsupportedError
+from deepinfer.errors import ConfigError, UnsupportedError, json_problem
 
 __all__ = ["Settings", "load_settings", "parse_setting"]
 
@@ -228,8 +228,8 @@ def _read(file: Path) -> Mapping[str, object]:
             found = _read_yaml(text)
         else:
             found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be parsed: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be parsed: {json_problem(error)}") from error
     if not isinstance(found, Mapping):
         raise ConfigError(f"{file}: expected an object of settings, found {show(found)}")
     return {str(key): value for key, value in found.items()}
