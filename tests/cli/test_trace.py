@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -208,6 +209,22 @@ def test_failures(
     assert trace(out, ids, *flags) == 1
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_what_is_no_plain_file_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Devices, pipes and folders stay what they are; told before anything is computed."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name, told in (
+        ("pipe", "it is no plain file"),
+        ("folder", "a folder has this name"),
+        ("absent/t", "there is no folder"),
+    ):
+        assert trace(tmp_path / name, "5") == 1
+        assert told in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "folder").is_dir()
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(

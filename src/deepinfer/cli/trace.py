@@ -167,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
     if args.path == "reference" and args.chunk is not None:
         note("--chunk has no effect on the reference: it takes whole sequences")
     out = Path(args.out).expanduser()
+    _check_place(out)
     values = make_trace(job, args.path)
     _write(out, values, job, args.path)
     bad = first_not_finite(values, LayerIds.of(job.config))
@@ -355,6 +356,17 @@ def _decode(
         for name, parts in zip(names, zip(*drafts, strict=True), strict=True):
             found[name] = torch.stack(list(parts))
     return found
+
+
+def _check_place(out: Path) -> None:
+    """Refuse, before anything is computed, a name that no file can have: the file replaces it."""
+    why = None
+    if out.exists() and not out.is_file():
+        why = "a folder has this name" if out.is_dir() else "it is no plain file"
+    elif not out.parent.is_dir():
+        why = f"there is no folder {out.parent}"
+    if why is not None:
+        raise CheckpointError(f"cannot write {out}: {why}; give another --out")
 
 
 def _write(out: Path, values: dict[str, Tensor], job: TraceJob, path: ModelPath) -> None:
