@@ -261,6 +261,12 @@ def exchange_part(plan: Slice, config: ModelConfig, tokens: int, layers: int) ->
     )
 
 
+_BESIDE: Final = (
+    "The shared expert ran beside the routed ones; an exchange that hides behind it would take that "
+    "from them, so overlapped figures are high by at most what it saved. "
+)
+
+
 def sync_factor(plan: Slice, config: ModelConfig, tokens: int, expert_share: float) -> float:
     """Estimate by how much the fullest rank of each layer delays all: >= 1.
 
@@ -276,9 +282,19 @@ def sync_factor(plan: Slice, config: ModelConfig, tokens: int, expert_share: flo
 
 
 def statement(
-    plan: Slice, where: str, layers: int, of: int, law: str, fabric: Fabric, sync: float
+    plan: Slice,
+    where: str,
+    layers: int,
+    of: int,
+    law: str,
+    fabric: Fabric,
+    sync: float,
+    beside: bool = False,
 ) -> str:
-    """Say what a slice's number rests on; goes with every one of them."""
+    """Say what a slice's number rests on; goes with every one of them.
+
+    beside  the shared expert ran beside the routed ones in the measured step
+    """
     made = {
         "fold": "choices of remote experts were folded onto local ones (fold)",
         "replay": "rows of the other ranks were drawn for even routing and copied from its own "
@@ -292,7 +308,7 @@ def statement(
         f"No other rank existed: exchanges are a model of {link}, added to what was measured, and "
         "waiting for the fullest rank is estimated by simulation at a factor of "
         f"{sync:.3f} that the figures do not contain. Two micro-batches would read the weights "
-        "twice, which their row leaves out. Not covered: contention in the fabric, processors "
+        f"twice, which their row leaves out. {_BESIDE if beside else ''}Not covered: contention in the fabric, processors "
         "that copies occupy, stragglers, the hosts of other ranks, failures, skewed routing of "
         "real text, and the quality of the output."
     )

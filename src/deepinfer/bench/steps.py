@@ -449,6 +449,7 @@ def _with_network(
             law,
             fabric,
             sync,
+            beside=record.mode == "graph" and not prefill,
         ),
     )
     return StepRecord(**fields)
