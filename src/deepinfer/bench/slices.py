@@ -262,8 +262,8 @@ def exchange_part(plan: Slice, config: ModelConfig, tokens: int, layers: int) ->
 
 
 _BESIDE: Final = (
-    "The shared expert ran beside the routed ones; an exchange that hides behind it would take that "
-    "from them, so overlapped figures are high by at most what it saved. "
+    "The shared expert ran beside the routed ones; an exchange that hides behind it would take "
+    "that from them, so overlapped figures are high by at most what it saved. "
 )
 
 
@@ -308,7 +308,7 @@ def statement(
         f"No other rank existed: exchanges are a model of {link}, added to what was measured, and "
         "waiting for the fullest rank is estimated by simulation at a factor of "
         f"{sync:.3f} that the figures do not contain. Two micro-batches would read the weights "
-        f"twice, which their row leaves out. {_BESIDE if beside else ''}Not covered: contention in the fabric, processors "
-        "that copies occupy, stragglers, the hosts of other ranks, failures, skewed routing of "
+        f"twice, which their row leaves out. {_BESIDE if beside else ''}Not covered: contention in "
+        "the fabric, processors that copies occupy, stragglers, the hosts of other ranks, failures, skewed routing of "
         "real text, and the quality of the output."
     )
