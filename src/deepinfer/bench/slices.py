@@ -309,6 +309,6 @@ def statement(
         "waiting for the fullest rank is estimated by simulation at a factor of "
         f"{sync:.3f} that the figures do not contain. Two micro-batches would read the weights "
         f"twice, which their row leaves out. {_BESIDE if beside else ''}Not covered: contention in "
-        "the fabric, processors that copies occupy, stragglers, the hosts of other ranks, failures, skewed routing of "
-        "real text, and the quality of the output."
+        "the fabric, processors that copies occupy, stragglers, the hosts of other ranks, "
+        "failures, skewed routing of real text, and the quality of the output."
     )
