@@ -236,6 +236,7 @@ def main() -> None:
     config |= {
         "pad_token": PAD,
         "model_max_length": 2048,
+        "thinks": False,  # no chat of the training text does
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1))

@@ -149,7 +149,8 @@ def engine() -> Iterator[LLM]:
 SAVED = [
     SamplingParams(temperature=0, max_tokens=6, top_logprobs=3),
     SamplingParams(temperature=0.8, max_tokens=6, seed=3, stop=["zzzz"], logit_bias={9: 1.0}),
-    SamplingParams(temperature=1.0, max_tokens=6),  # its random seed travels along
+    # Its random seed travels along; any seed must still run when it is saved.
+    SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True),
 ]
 
 

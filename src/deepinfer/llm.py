@@ -633,7 +633,7 @@ class LLM:
         *,
         tools: Sequence[Tool | Mapping[str, object]] = (),
         tool_choice: str = "auto",
-        thinking: bool = True,
+        thinking: bool | None = None,
         effort: str | int | None = None,
         response_format: ResponseFormat | None = None,
         structured: Structured | Mapping[str, object] | None = None,
@@ -643,11 +643,12 @@ class LLM:
 
         messages         Message objects or their protocol form, {"role": "user", "content": "Hi"}
         sampling_params  as in `generate`; None leaves the answer as much room as its mode needs
+        thinking         whether the model thinks first; None does what it was trained for
         The other options are those of ChatOptions. A conversation that cannot be used has a result
         with `error` set. Raises RequestError when options or arguments do not fit together.
         """
         options = ChatOptions(
-            thinking=thinking,
+            thinking=self._thinks if thinking is None else thinking,
             effort=effort,
             tools=tools,
             tool_choice=tool_choice,
@@ -665,11 +666,17 @@ class LLM:
     ) -> Generator[ChatDelta]:
         """Answer as `chat` does, yielding what each step adds; the last delta carries the result.
 
+        options  None does what the model was trained for
+
         Leaving the iterator early cancels what is unfinished.
         """
-        options = options or ChatOptions()
+        options = options or ChatOptions(thinking=self._thinks)
         turns = make_turns(messages, sampling_params, options, self.tokenizer, self.max_model_len)
         return stream_answers(turns, self.stream)
+
+    @property
+    def _thinks(self) -> bool:
+        return self.tokenizer is None or self.tokenizer.thinks
 
     def structured_report(self, structured: Structured | Mapping[str, object]) -> Report:
         """Say, keyword by keyword, what will be enforced of a shape before anything is generated.

@@ -149,6 +149,13 @@ def test_native_policy(
     assert tokenizer.decode([288]) == ""
 
 
+def test_whether_the_model_thinks(load: Callable[..., Tokenizer]) -> None:
+    assert load(None).thinks and load({}).thinks and not load({"thinks": False}).thinks
+    with pytest.raises(TokenizerError) as caught:
+        load({"thinks": "no"})
+    assert "thinks: found 'no', expected true or false" in str(caught.value)
+
+
 def test_native_policy_takes_the_files_template(
     load: Callable[..., Tokenizer], content: dict[str, Any]
 ) -> None:

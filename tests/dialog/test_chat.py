@@ -206,6 +206,10 @@ def test_with_the_demo_checkpoint() -> None:
         deltas = list(llm.stream_chat([USER], params, ChatOptions(thinking=False)))
         last = deltas[-1].result
         assert last is not None and last.answer == one.answer
+        # Without a word it answers in the form that it was trained on.
+        (same,) = llm.chat([USER], params)
+        last = list(llm.stream_chat([USER], params))[-1].result
+        assert last is not None and same.answer == last.answer == one.answer
         (long,) = llm.chat([{"role": "user", "content": "long " * 5000}], params)
         assert long.finish_reason == "prompt_length_exceeded" and long.error
 
@@ -230,8 +234,8 @@ def test_the_engine_ends_an_answer_at_its_stop_text_behind_the_thinking() -> Non
         params = SamplingParams(
             max_tokens=len(said), forced_token_ids=said, stop="STOP", temperature=0
         )
-        (result,) = llm.chat([USER], params)
-        deltas = list(llm.stream_chat([USER], params))
+        (result,) = llm.chat([USER], params, thinking=True)
+        deltas = list(llm.stream_chat([USER], params, ChatOptions(thinking=True)))
     assert (result.answer.reasoning, result.content) == ("a STOP b", "c ")
     assert result.finish_reason == "stop"
     assert len(result.completion.token_ids) < len(said)

@@ -49,13 +49,22 @@ class Tokenizer:
 
     bos_token_id, eos_token_id, pad_token_id  as the config says
     adds_bos  whether `encode` begins a prompt with BOS
+    thinks    whether the model was trained to think before it answers: `thinks` of
+              `tokenizer_config.json`, a key of ours; the released model does
     """
 
-    def __init__(self, raw: RawTokenizer, config: ModelConfig, adds_bos: bool | None) -> None:
+    def __init__(
+        self,
+        raw: RawTokenizer,
+        config: ModelConfig,
+        adds_bos: bool | None,
+        thinks: bool = True,
+    ) -> None:
         self.bos_token_id = config.bos_token_id
         self.eos_token_id = config.eos_token_id
         self.pad_token_id = config.pad_token_id
         self.adds_bos = bool(adds_bos)
+        self.thinks = thinks
         self._raw = raw
         self._post_process = adds_bos is None
         self._byte_level = raw.decoder is not None
@@ -98,9 +107,14 @@ class Tokenizer:
         else:
             flag = settings.get("add_bos_token")
             adds_bos = flag if isinstance(flag, bool) else None
+        thinks = settings.get("thinks", True)
+        if not isinstance(thinks, bool):
+            problems.append(
+                f"tokenizer_config.json thinks: found {thinks!r}, expected true or false"
+            )
         if problems:
             raise TokenizerError(f"{file} does not fit the config", problems)
-        return cls(raw, config, adds_bos)
+        return cls(raw, config, adds_bos, thinks is True)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a raw prompt.
