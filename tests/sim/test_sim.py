@@ -381,3 +381,9 @@ def test_kept_steps_are_told_within_a_tenth(capsys: pytest.CaptureFixture[str]) 
     predicted = capsys.readouterr().out.rsplit("predicted: ", 1)[1]
     assert int(predicted.split()[0]) >= 6
     assert float(predicted.split("average, ")[1].split("%")[0]) < 10
+    unseen = str(folder / "sim-unseen-h200.jsonl")
+    for fit, told in ((["--fit", unseen, "--hold", "32"], 1), ([], 3)):
+        assert main(["sim", "check", unseen, *fit]) == 0
+        predicted = capsys.readouterr().out.rsplit("predicted: ", 1)[1]
+        assert int(predicted.split()[0]) == told
+        assert float(predicted.split("average, ")[1].split("%")[0]) < 10
