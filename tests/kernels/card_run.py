@@ -114,12 +114,28 @@ def moved(value: Any, device: torch.device) -> Any:
         there = held.to(device)[: span * value.element_size()].view(value.dtype)
         return there.as_strided(value.shape, value.stride())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value) if f.init]
-        return dataclasses.replace(value, **{n: moved(getattr(value, n), device) for n in names})
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        held = {n: t for n, t in fields.items() if isinstance(t, Tensor) and t.element_size() == 1}
+        if len(held) > 1 and len({t.untyped_storage().data_ptr() for t in held.values()}) == 1:
+            there = beside(held, device)  # as kernels expect entries
+        else:
+            there = {}
+        rest = {n: moved(x, device) for n, x in fields.items() if n not in there}
+        return dataclasses.replace(value, **there, **rest)
     if isinstance(value, tuple):
         parts = [moved(part, device) for part in value]
         return value._make(parts) if hasattr(value, "_make") else tuple(parts)
     return value
+
+
+def beside(views: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy views of one storage to a device with the places they have beside each other."""
+    storage = next(iter(views.values())).untyped_storage()
+    there = torch.empty(0, dtype=torch.uint8).set_(storage).to(device, copy=True)
+    return {
+        name: there.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+        for name, t in views.items()
+    }
 
 
 def poison() -> None:

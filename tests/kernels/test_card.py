@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.kernels import card_run
 
+from deepinfer.kernels.paged_attention import sm90
 from deepinfer.kernels.table import TABLE
 
 PROGRAM = Path(card_run.__file__)
@@ -26,6 +27,14 @@ def test_implementations_equal_the_reference_and_rows_their_batch() -> None:
 def test_every_source_has_a_case_of_the_released_dimensions() -> None:
     cased = {case.op for case in card_run.released()}
     assert {op for op, lines in TABLE.items() if any(e.needs == "nvcc" for e in lines)} <= cased
+
+
+def test_packed_entries_stay_packed_on_their_way_to_a_card() -> None:
+    case = next(c for c in card_run.released() if c.op == "paged_attention")
+    given = case.build(2, torch.Generator().manual_seed(0))
+    q, window, _, main, main_idx, _, _, rounded = card_run.moved(given, torch.device("cpu"))
+    assert sm90.accepts(q, window, main, main_idx, rounded)
+    assert window.codes.data_ptr() != given[1].codes.data_ptr()  # type: ignore[union-attr]
 
 
 def test_wrong_values_unwritten_ones_and_shapes_are_told() -> None:
