@@ -234,10 +234,32 @@ def test_one_launch_of_both_products_has_the_bits_of_two(
     rows[13:] = 1 << 40  # left out
     offsets, weight = torch.tensor([0, *counts]).cumsum(0), torch.rand(15, generator=generator)
     given = x, rows, offsets, weight, first, second, 10.0, True
-    assert chain.takes(first, second)
     two = packed_experts(*given)[:13]
     monkeypatch.setattr(torch, "empty", poisoned)
     assert torch.equal(chain.experts(*given, name=name)[:13], two)
+
+
+@pytest.mark.parametrize("count", [9, 45])
+def test_a_launch_for_other_numbers_of_rows_takes_no_tile(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, count: int, seed: int
+) -> None:
+    def host(_: object, name: str, __: object, *arguments: Tensor | float | None) -> None:
+        call(library, name, *arguments)
+
+    monkeypatch.setattr(nvcc, "load", lambda source: library)
+    monkeypatch.setattr(nvcc, "call", host)
+    monkeypatch.setattr(nvcc, "processors", lambda device: 2)
+    form = Decoded.FP4_BF16
+    ranges = {form: ((20, "exact_48_experts"), (None, "exact_64_experts"))}
+    assert len(launches(form, 50, 1, ranges)) == 2
+    monkeypatch.setattr(chain, "SCHEDULES", ranges)
+    generator = torch.Generator().manual_seed(seed)
+    first, second = (pack_fp4(*draw(generator, 1, n, 256), form) for n in (512, 256))
+    x = act8_values(torch.randn(5, 256, generator=generator).bfloat16()).bfloat16()
+    rows = torch.randint(0, 5, (50,), generator=generator)
+    given = x, rows, torch.tensor([0, count]), torch.rand(50, generator=generator), first, second
+    both = chain.experts(*given, 10.0, True)[:count]
+    assert torch.equal(both, chain.experts(*given, 10.0, True, name="exact_64_experts")[:count])
 
 
 def poisoned(*size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

@@ -191,6 +191,7 @@ struct Experts {
         into_second_level(a.weight + blockIdx.x * tile, min(u32(c.guess), u32(tile)));
     }
     const Room room = K::begin(c.of[0]);
+    if (!runs_of(c, room)) return;  // another launch's work: it counts with the same numbers
     if (threadIdx.x < 128) {
       fewer_registers<K::PRODUCER_REGS>();
       if (threadIdx.x < 32) {
