@@ -11,6 +11,10 @@
 // for the others and makes the norm's factors, one makes the coefficients of one token of a tile.
 // All blocks must run at the same time: no more than the card has multiprocessors are launched.
 //
+// Groups take whole tiles in turn and share what is left evenly; warps without a token rest, so few
+// rows are spread over all groups. Where an iteration of the coefficients changes nothing but the last
+// bits, those that follow are left out.
+//
 // Without an output the streams stay as they are: only the coefficients are made. A launch may begin
 // while the kernel before it ends, since the projection does not come from there.
 //
@@ -46,6 +50,7 @@ constexpr int kRow = kDepth * 2 + 16;                  // bytes of a token's str
 constexpr int kLag = 2;                                // tiles between publishing and coming back
 constexpr int kInputs = kTokens * kSlice * 2;          // bytes of a tile's mixed input
 constexpr int kCells = kTokens * kOut;
+constexpr float kSettled = 0x1p-22f;
 // Counts of a tile until it is done with, with and without the normed input.
 template <bool WHOLE>
 constexpr u32 kLeaving = kSlices + kTokens + (WHOLE ? kSlices : 0);
@@ -59,7 +64,7 @@ struct Site {
   float *new_pre, *new_post, *new_comb;
   float *sums, *squares;               // published: [tiles, slices, 16, 24], [.., 16, 2]
   u32* counters;                       // [tiles], zero before and after
-  int num_rows, tiles, groups, iters;
+  int num_rows, groups, iters;
   float norm_eps, hc_eps;
 };
 
@@ -113,21 +118,21 @@ struct Four {
   }
 };
 
-// Coefficients of a token from its 24 projections and the sum of squares.
-__device__ inline void coefficients(const Site& p, const float* sums, int row) {
+// Coefficients of a token from its 24 projections and the sum of squares; params: scale and base.
+__device__ inline void coefficients(const Site& p, const float* params, const float* sums, int row) {
   const float norm = inverse_root(sums[kOut] / static_cast<float>(kStreams * kWidth) + p.norm_eps);
   float k[4][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float a = sums[i] * norm * p.scale[0] + p.base[i];
-    const float b = sums[4 + i] * norm * p.scale[1] + p.base[4 + i];
+    const float a = sums[i] * norm * params[0] + params[3 + i];
+    const float b = sums[4 + i] * norm * params[1] + params[7 + i];
     const float pre = inverse(1.f + exponential(-a)) + p.hc_eps;
     const float post = 2.f * inverse(1.f + exponential(-b));
     p.new_pre[row * 4 + i] = pre;
     p.new_post[row * 4 + i] = post;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      k[i][j] = sums[8 + 4 * i + j] * norm * p.scale[2] + p.base[8 + 4 * i + j];
+      k[i][j] = sums[8 + 4 * i + j] * norm * params[2] + params[11 + 4 * i + j];
     }
     const float peak = fmaxf(fmaxf(k[i][0], k[i][1]), fmaxf(k[i][2], k[i][3]));
 #pragma unroll
@@ -136,23 +141,32 @@ __device__ inline void coefficients(const Site& p, const float* sums, int row) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) k[i][j] = k[i][j] * sum + p.hc_eps;
   }
-  // The iterations only scale rows and columns: c_ij = r_i k_ij s_j.
-  float r[4] = {1.f, 1.f, 1.f, 1.f}, s[4];
+  // The iterations only scale rows and columns: c_ij = r_i k_ij s_j, with u = 1 / r and v = 1 / s. They
+  // end early where one changes nothing but the last bits.
+  float r[4], s[4], u[4] = {1.f, 1.f, 1.f, 1.f}, v[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    s[j] = fast_inverse(((k[0][j] + k[1][j]) + k[2][j]) + k[3][j] + p.hc_eps);
+    v[j] = ((k[0][j] + k[1][j]) + k[2][j]) + k[3][j] + p.hc_eps;
+    s[j] = fast_inverse(v[j]);
+    r[j] = 1.f;
   }
   for (int turn = 1; turn < p.iters; ++turn) {
+    bool settled = turn > 1;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float sum = (k[i][0] * s[0] + k[i][1] * s[1]) + (k[i][2] * s[2] + k[i][3] * s[3]);
-      r[i] *= fast_inverse(r[i] * sum + p.hc_eps);
+      const float before = u[i];
+      u[i] = fmaf(k[i][1], s[1], fmaf(k[i][0], s[0], p.hc_eps * before)) +
+             fmaf(k[i][3], s[3], k[i][2] * s[2]);
+      settled = settled && fabsf(u[i] - before) <= kSettled * u[i];
+      r[i] = fast_inverse(u[i]);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float sum = (k[0][j] * r[0] + k[1][j] * r[1]) + (k[2][j] * r[2] + k[3][j] * r[3]);
-      s[j] *= fast_inverse(s[j] * sum + p.hc_eps);
+      v[j] = fmaf(k[1][j], r[1], fmaf(k[0][j], r[0], p.hc_eps * v[j])) +
+             fmaf(k[3][j], r[3], k[2][j] * r[2]);
+      s[j] = fast_inverse(v[j]);
     }
+    if (settled) break;
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -164,7 +178,7 @@ __device__ inline void coefficients(const Site& p, const float* sums, int row) {
 }
 
 constexpr int kShared = kWeights + kTokens * kRow + (kLag + 1) * kInputs + kWarps * kCells * 4 +
-                        kWarps * 24 * 4 + 32 * (kOut + 1) * 4 + (kLag + 1) * kTokens * 4 + 32;
+                        kWarps * 24 * 4 + 32 * (kOut + 1) * 4 + (kLag + 1) * kTokens * 4 + 16 + 112 + kSlice * 2;
 
 template <bool WHOLE>
 __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
@@ -179,10 +193,20 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   uint64_t* barrier = reinterpret_cast<uint64_t*>(factors + (kLag + 1) * kTokens);
   u32* published = reinterpret_cast<u32*>(barrier + 1);  // warps, times tiles
   u32* finished = published + 1;                         // tiles whose factors are there
+  float* params = reinterpret_cast<float*>(barrier + 2);  // scale, base
+  unsigned char* gains = reinterpret_cast<unsigned char*>(params + 28);  // the norm's, of this slice
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int slice = blockIdx.x % kSlices, group = blockIdx.x / kSlices;
-  const int num_tiles = (p.tiles - group + p.groups - 1) / p.groups;
+  // Groups take whole tiles in turn, then equal shares of the rest: no group has a tile more.
   auto tile_of = [&](int i) { return group + i * p.groups; };
+  const int rounds = p.num_rows / (p.groups * kTokens);
+  const int first = rounds * p.groups * kTokens, rest = p.num_rows - first;
+  const int begin = first + rest * group / p.groups, end = first + rest * (group + 1) / p.groups;
+  const int num_tiles = rounds + (end > begin);
+  auto row_of = [&](int i, int token) {
+    return i < rounds ? tile_of(i) * kTokens + token : begin + token;
+  };
+  auto rows_of = [&](int i) { return i < rounds ? kTokens : end - begin; };
   if (tid == 0) {
     *published = 0, *finished = 0;
     barrier_begin(barrier);
@@ -225,6 +249,8 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   }
   if (warp == kWarps + 2) {  // of token number `slice` of each tile
     if (slice >= kTokens) return;
+    if (lane < 3 + kOut) params[lane] = lane < 3 ? p.scale[lane] : p.base[lane - 3];
+    __syncwarp();
     for (int i = 0; i < num_tiles; ++i) {
       const int tile = tile_of(i);
       if (lane == 0) wait_for(p.counters + tile, kSlices);
@@ -242,8 +268,8 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       __syncwarp();
       if (lane == 0) count_out(p.counters + tile, kLeaving<WHOLE>);
       if (i % 32 == 31 || i + 1 == num_tiles) {  // a lane for each tile
-        const int row = tile_of(i / 32 * 32 + lane) * kTokens + slice;
-        if (lane <= i % 32 && row < p.num_rows) coefficients(p, totals + lane * (kOut + 1), row);
+        const int row = row_of(i / 32 * 32 + lane, slice);
+        if (lane <= i % 32 && slice < rows_of(i / 32 * 32 + lane)) coefficients(p, params, totals + lane * (kOut + 1), row);
         __syncwarp();
       }
     }
@@ -254,7 +280,8 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   uint4 v[5];  // streams and output of this warp's token
   float coef = 0.f;
   auto read = [&](int i) {
-    const int row = min(tile_of(i) * kTokens + warp, p.num_rows - 1);
+    if (warp >= rows_of(i)) return;
+    const int row = row_of(i, warp);
     const u16* from = p.h + static_cast<int64_t>(row) * kStreams * kWidth + channel;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) v[j] = load_once(from + j * kWidth);
@@ -266,11 +293,15 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
     }
   };
   read(0);
+  if (WHOLE && warp == 0) {
+    *reinterpret_cast<uint4*>(gains + lane * 16) = load_once(p.norm_weight + channel);
+  }
   for (int i = 0; i < num_tiles + (WHOLE ? kLag : 0); ++i) {
     if (i < num_tiles) {
-      const int tile = tile_of(i), row = tile * kTokens + warp;
+      const int tile = tile_of(i), row = row_of(i, warp);
+      const bool held = warp < rows_of(i);  // else the token's sums are of nothing, and nobody reads them
       float streams_squared = 0.f, input_squared = 0.f;
-      if constexpr (WHOLE) {
+      if (WHOLE && held) {
         if (lane < 24) coefs[warp * 24 + lane] = coef;
         __syncwarp();
         Four post, pre, comb[4];
@@ -305,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
           const float f0 = low_half(both), f1 = high_half(both);
           input_squared = fmaf(f0, f0, fmaf(f1, f1, input_squared));
         }
-      } else {
+      } else if (held) {
 #pragma unroll
         for (int q = 0; q < 16; ++q) {
           const u32 both = word(v[q % 4], q / 4);
@@ -316,16 +347,18 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       u16* to = p.streams + static_cast<int64_t>(row) * kStreams * kWidth + channel;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (WHOLE && row < p.num_rows) *reinterpret_cast<uint4*>(to + j * kWidth) = v[j];
-        *reinterpret_cast<uint4*>(rows + warp * kRow + (j * kSlice + lane * 8) * 2) = v[j];
+        if (WHOLE && held) *reinterpret_cast<uint4*>(to + j * kWidth) = v[j];
+        if (held) *reinterpret_cast<uint4*>(rows + warp * kRow + (j * kSlice + lane * 8) * 2) = v[j];
       }
       unsigned char* slot = inputs + i % (kLag + 1) * kInputs;
-      if (WHOLE) *reinterpret_cast<uint4*>(slot + (warp * kSlice + lane * 8) * 2) = v[4];
+      if (WHOLE && held) *reinterpret_cast<uint4*>(slot + (warp * kSlice + lane * 8) * 2) = v[4];
       if (i + 1 < num_tiles) read(i + 1);
+      if (held) {
 #pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        streams_squared += __shfl_xor_sync(kFull, streams_squared, d);
-        input_squared += __shfl_xor_sync(kFull, input_squared, d);
+        for (int d = 1; d < 32; d *= 2) {
+          streams_squared += __shfl_xor_sync(kFull, streams_squared, d);
+          input_squared += __shfl_xor_sync(kFull, input_squared, d);
+        }
       }
       const int64_t cell = (static_cast<int64_t>(tile) * kSlices + slice) * kTokens;
       if (lane < 2) p.squares[(cell + warp) * 2 + lane] = lane ? input_squared : streams_squared;
@@ -361,29 +394,26 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       if (lane == 0) add_local(published);
     }
     if (WHOLE && i >= kLag) {
-      const int row = tile_of(i - kLag) * kTokens + warp;
+      const int row = row_of(i - kLag, warp);
+      if (warp >= rows_of(i - kLag)) continue;
       if (lane == 0) wait_local(finished, i - kLag + 1);
       __syncwarp();
       const float f = factors[(i - kLag) % (kLag + 1) * kTokens + warp];
       const unsigned char* slot = inputs + (i - kLag) % (kLag + 1) * kInputs;
+      const uint4 gain = *reinterpret_cast<const uint4*>(gains + lane * 16);
       uint4 x = *reinterpret_cast<const uint4*>(slot + (warp * kSlice + lane * 8) * 2);
-      const uint4 w = *reinterpret_cast<const uint4*>(p.norm_weight + channel);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        set_word(x, q, bf16_pair(low_half(word(w, q)) * (low_half(word(x, q)) * f),
-                                 high_half(word(w, q)) * (high_half(word(x, q)) * f)));
+        set_word(x, q, bf16_pair(low_half(word(gain, q)) * (low_half(word(x, q)) * f),
+                                 high_half(word(gain, q)) * (high_half(word(x, q)) * f)));
       }
-      if (row < p.num_rows) {
-        *reinterpret_cast<uint4*>(p.x + static_cast<int64_t>(row) * kWidth + channel) = x;
-      }
+      *reinterpret_cast<uint4*>(p.x + static_cast<int64_t>(row) * kWidth + channel) = x;
       if (p.rounded != nullptr) {
         Eight values;
         values.unpack(x);
         values.round();
-        if (row < p.num_rows) {
-          *reinterpret_cast<uint4*>(p.rounded + static_cast<int64_t>(row) * kWidth + channel) =
-              values.pack();
-        }
+        *reinterpret_cast<uint4*>(p.rounded + static_cast<int64_t>(row) * kWidth + channel) =
+            values.pack();
       }
     }
   }
@@ -407,7 +437,7 @@ int run(const Site& p, cudaStream_t stream) {
 }  // namespace
 
 // Streams, outputs and the norm's weight are bf16, coefficients fp32; fn as `Site` says. 20 * groups
-// blocks, no more than the card runs at once, and no more groups than tiles of 16 tokens. sums,
+// blocks, no more than the card runs at once, and no more groups than rows. sums,
 // squares: room for [tiles, 20, 16, 24] and [tiles, 20, 16, 2] floats. rounded may be null: x with
 // ACT8 behind is not made. Without y (null) only the coefficients of h are made; of the others
 // norm_weight, post, comb, pre, streams, x and rounded are null too.
@@ -430,7 +460,6 @@ extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight,
   p.sums = static_cast<float*>(sums), p.squares = static_cast<float*>(squares);
   p.counters = static_cast<u32*>(counters);
   p.num_rows = static_cast<int>(num_rows), p.groups = static_cast<int>(groups);
-  p.tiles = (p.num_rows + kTokens - 1) / kTokens;
   p.iters = static_cast<int>(iters);
   p.norm_eps = static_cast<float>(norm_eps), p.hc_eps = static_cast<float>(hc_eps);
   return y == nullptr ? run<false>(p, stream) : run<true>(p, stream);

@@ -33,13 +33,13 @@ __all__ = [
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 STREAMS, WIDTH, OUTPUTS = 4, 5120, 24
-SLICES, TILE = 20, 16
+SLICES, TILE, LEAST = 20, 16, 4
 MOST_ROWS: Final = 8192  # of one launch
 
 
 def groups(num_rows: int, processors: int) -> int:
-    """How many tiles are under way at once: as many as there are, and all their blocks must run."""
-    return max(1, min(processors // SLICES, -(-num_rows // TILE)))
+    """How many groups of blocks share the rows, at least four rows each; all blocks must run."""
+    return max(1, min(processors // SLICES, -(-num_rows // LEAST)))
 
 
 _prepared: dict[int, Tensor] = {}
@@ -81,10 +81,14 @@ def accepts(h: Tensor, weights: SiteWeights) -> bool:
 
 @cache
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums, squares and counters of the largest launch; counters are zero between launches."""
-    cells = MOST_ROWS * SLICES
+    """Sums, squares and counters of the largest launch; counters are zero between launches.
+
+    A group has at most one tile that is not whole.
+    """
+    tiles = MOST_ROWS // TILE + nvcc.processors(device) // SLICES
+    cells = tiles * TILE * SLICES
     sums, squares = (torch.empty(cells * n, device=device) for n in (OUTPUTS, 2))
-    return sums, squares, torch.zeros(MOST_ROWS // TILE, dtype=torch.int32, device=device)
+    return sums, squares, torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
 def hyper_site(

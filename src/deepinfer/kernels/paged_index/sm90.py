@@ -24,6 +24,7 @@ __all__ = ["accepts", "paged_index_score"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 TILE: Final = 64  # keys of one product
+FEW_ROWS: Final = 8  # up to here pairs share a read: more of the card is busy
 RESIDENT: Final = {1: 4, 2: 4, 4: 3, 6: 3, 8: 2}  # blocks of a multiprocessor, by rows
 BEGIN: Final = 6  # what a block costs before its first product, in products
 
@@ -59,7 +60,7 @@ def rows_each(num_rows: int, num_sequences: int) -> int:
     after the other. It depends on nothing that changes between replays of a recorded step.
     """
     most = -(-num_rows // max(1, num_sequences))
-    return next(n for n in (1, 2, 4, 6, 8) if n >= min(most, 8))
+    return next(n for n in (1, 2, 4, 6, 8) if n >= min(most, 8 if num_rows > FEW_ROWS else 2))
 
 
 @cache

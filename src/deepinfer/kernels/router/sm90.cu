@@ -63,12 +63,27 @@ struct Call {
 
 #ifndef HOST_TWIN
 __device__ inline float root(float x) { return __fsqrt_rn(x); }
+__device__ inline float exponential(float x) { return __expf(x); }
+__device__ inline float logarithm(float x) { return __logf(x); }
+// Stays in front of the wait for the previous kernel, where a load of constants would not.
+__device__ inline uint4 load_early(const u16* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
 #else
 inline float root(float x) { return std::sqrt(x); }
+inline float logarithm(float x) { return std::log(x); }
+inline uint4 load_early(const u16* p) { return *reinterpret_cast<const uint4*>(p); }
 #endif
 
-__device__ inline float score_of(float logit) {
-  return root(logit > 20.f ? logit : log1pf(expf(logit)));
+// sqrt(log(1 + e^x)), short: with z = e^-|x|, a series where 1 + z loses z's bits.
+__device__ inline float score_of(float x) {
+  const float z = exponential(-fabsf(x));
+  const float series = z * fmaf(z, fmaf(z, fmaf(z, -0.25f, 1.f / 3.f), -0.5f), 1.f);
+  const float rest = z < 0x1p-6f ? series : logarithm(1.f + z);
+  return root(x > 20.f ? x : (x > 0.f ? x : 0.f) + rest);
 }
 // An integer in the order of the values: -0 equals 0, NaN is above everything, 0 below.
 __device__ inline u32 key_of(float x) {
@@ -78,7 +93,7 @@ __device__ inline u32 key_of(float x) {
 }
 
 // A warp chooses a token's experts.
-__device__ inline void choose(const Call& p, int row) {
+__device__ inline void choose(const Call& p, int row, const float (&bias)[kOwn]) {
   const int lane = threadIdx.x % 32;
   auto expert = [&](int i) { return (i / 4 * 32 + lane) * 4 + i % 4; };
   float4 parts[kParts][kOwn / 4];
@@ -106,7 +121,7 @@ __device__ inline void choose(const Call& p, int row) {
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     score[i] = score_of(score[i]);
-    key[i] = key_of(score[i] + p.bias[expert(i)]);
+    key[i] = key_of(score[i] + bias[i]);
   }
   float total = 0.f, own = 0.f;
   int own_place = 0;
@@ -157,8 +172,8 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const Call p) {
                       slice * kChunks * 32 + lane % 4 * 8;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      w[m][c][0] = load_once(from + c * 32);
-      w[m][c][1] = load_once(from + 8 * kWidth + c * 32);
+      w[m][c][0] = load_early(from + c * 32);
+      w[m][c][1] = load_early(from + 8 * kWidth + c * 32);
     }
   }
   previous_kernel_wait();
@@ -168,10 +183,14 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const Call p) {
   auto fetch = [&](int i) {
     if (i < num_tiles) {
       unsigned char* slot = ring + i % kSlots * kTile * kRow;
-      for (int piece = tid; piece < kTile * kPieces; piece += kThreads) {
-        const int token = piece / kPieces, at = piece % kPieces, row = first_row(i) + token;
-        if (row < p.num_rows) {
-          copy16(slot + token * kRow + at * 16, p.x + row * p.x_row + part * kPart + at * 8);
+      const int token = tid / kPieces, at = tid % kPieces * 8;
+      constexpr int kOnce = kThreads / kPieces;  // tokens at a time
+      const u16* from = p.x + (first_row(i) + token) * p.x_row + part * kPart + at;
+      unsigned char* to = slot + token * kRow + at * 2;
+#pragma unroll
+      for (int t = 0; t < kTile; t += kOnce) {
+        if (token < kOnce && first_row(i) + token + t < p.num_rows) {
+          copy16(to + t * kRow, from + t * p.x_row);
         }
       }
     }
@@ -249,6 +268,9 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const Call p) {
   }
   __syncthreads();
   publish(num_tiles - 1);
+  float bias[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) bias[i] = p.bias[(i / 4 * 32 + lane) * 4 + i % 4];
   __syncthreads();
   u32* counter = p.counters + group;
   if (tid == 0) {
@@ -260,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const Call p) {
   const int self = warp * S::kBlocks + static_cast<int>(blockIdx.x) % S::kBlocks;
   for (int j = self; j < num_tiles * kTile; j += kWarps * S::kBlocks) {
     const int row = first_row(j / kTile) + j % kTile;
-    if (row < p.num_rows) choose(p, row);
+    if (row < p.num_rows) choose(p, row, bias);
   }
 }
 

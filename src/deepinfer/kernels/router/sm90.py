@@ -26,7 +26,7 @@ __all__ = ["accepts", "groups", "route", "route_rounded"]
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 EXPERTS, WIDTH, PARTS, TILE = 384, 5120, 8, 16
 MOST_ACTIVE: Final = 32
-FEW_ROWS: Final = 64  # up to here blocks take 48 experts, else 96
+FEW_ROWS: Final = 32  # up to here blocks take 48 experts, else 96
 _BLOCKS: Final = 64  # of a group, half of them where they are wide
 _MOST_GROUPS: Final = 64
 

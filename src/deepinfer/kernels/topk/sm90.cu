@@ -4,13 +4,17 @@
 //    next row too. Of every group of 16 entries the largest key stays in shared memory, of larger
 //    groups ("supers", four a thread) in registers.
 // 2. The count-th largest super bounds the count-th largest entry from below, since that many
-//    supers hold at least one entry each that is not less. It is found by interval search.
+//    supers hold at least one entry each that is not less. It is found by counting keys into bins
+//    where they span few, else by interval search.
 // 3. The groups above the bound are listed in order, a few more than `count`. Should ties or
 //    neighbours make them many, the search is done again over all groups, which leaves fewer than
 //    `count` above the bound, and of those equal to it the first `count`: ties behind are not kept.
-// 4. The entries of these groups above the bound give the exact threshold by the same search.
+// 4. The entries of these groups above the bound give the exact threshold in the same way.
 // 5. Kept entries and ties, counted from the left, give the ascending output; ties are taken from
 //    the left until the count is full.
+//
+// A row's steps 2 to 5 run once, so instructions that are few and near each other count: numbers are
+// compared two at a time where no NaN and no sign is in the way, and hits are taken one by one.
 //
 // Keys are integers in the order of the values: -0 equals 0, NaN is above everything, and nothing
 // at or below the key of -inf is ever taken. No step depends on the order of arrival.
@@ -69,6 +73,48 @@ struct Format<u16> {  // bfloat16
     const u32 w = i < 4 ? (i < 2 ? v.x : v.y) : (i < 6 ? v.z : v.w);
     return i & 1 ? w >> 16 : w & 0xFFFFu;
   }
+  // A bit for each of eight numbers above `than`, as numbers; NaN is not.
+  __device__ static u32 above(const uint4& v, u32 than) {
+    const u32 both = than | than << 16;
+    return eight(greater(v.x, both), greater(v.y, both), greater(v.z, both), greater(v.w, both));
+  }
+  __device__ static u32 same(const uint4& v, u32 as) {
+    const u32 both = as | as << 16;
+    return eight(equal(v.x, both), equal(v.y, both), equal(v.z, both), equal(v.w, both));
+  }
+  __device__ static u32 eight(u32 a, u32 b, u32 c, u32 d) {  // a bit of each half
+    const u32 bits = (a & 0x00010001u) | (b & 0x00040004u) | (c & 0x00100010u) | (d & 0x00400040u);
+    return (bits & 0x55u) | (bits >> 15 & 0xAAu);
+  }
+  // 0xFFFF for each half that is greater, or equal
+  __device__ static u32 greater(u32 a, u32 b) {
+#ifdef HOST_TWIN
+    u32 r = 0;
+    for (int s = 0; s < 32; s += 16) {
+      const float x = __uint_as_float(a >> s << 16), y = __uint_as_float(b >> s << 16);
+      r |= (x > y ? 0xFFFFu : 0u) << s;
+    }
+    return r;
+#else
+    u32 r;
+    asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+#endif
+  }
+  __device__ static u32 equal(u32 a, u32 b) {
+#ifdef HOST_TWIN
+    u32 r = 0;
+    for (int s = 0; s < 32; s += 16) {
+      const float x = __uint_as_float(a >> s << 16), y = __uint_as_float(b >> s << 16);
+      r |= (x == y ? 0xFFFFu : 0u) << s;
+    }
+    return r;
+#else
+    u32 r;
+    asm("set.eq.u32.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+#endif
+  }
 };
 
 template <>
@@ -94,16 +140,23 @@ struct Format<u32> {  // float
   __device__ static u32 element(const uint4& v, int i) {
     return i < 2 ? (i < 1 ? v.x : v.y) : (i < 3 ? v.z : v.w);
   }
+  __device__ static u32 above(const uint4& v, u32 than) {
+    const float t = __uint_as_float(than);
+    return static_cast<u32>(__uint_as_float(v.x) > t) | static_cast<u32>(__uint_as_float(v.y) > t) << 1 |
+           static_cast<u32>(__uint_as_float(v.z) > t) << 2 |
+           static_cast<u32>(__uint_as_float(v.w) > t) << 3;
+  }
 };
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
 
 // What a block keeps besides its large arrays.
 struct Scratch {
   u32 counts[2][3][32];
   u32 totals[2][2][32];
-  u32 least, most, listed;
+  u32 bins[kThreads];  // listed entries by key, from the bound on
+  u32 least, most, listed, threshold, above;
 };
-
-constexpr int kThreads = 512, kWarps = kThreads / 32;
 
 // Adds this thread's share of a shared array's keys that reach each of three guesses. The array ends
 // in zeros up to a whole word.
@@ -199,11 +252,37 @@ __device__ inline void sums_before(u32 x, u32 y, u32& before_x, u32& before_y, u
 // `room` of those equal to it. Every thread takes neighbouring keys. Returns how many are written,
 // or the number of those above where that exceeds `most`: then nothing is written.
 template <typename T, typename Write>
-__device__ u32 emit_keys(const T* keys, int n, u32 threshold, u32 room, u32 most, Scratch& s,
-                         int& parity, Write write) {
+__device__ u32 emit_keys(const T* keys, int n, u32 threshold, u32 room, u32 most, bool plain, Scratch& s, int& parity,
+                         Write write) {
   constexpr int kPer = Format<T>::kPerVector;
   const int each = ((n + kThreads - 1) / kThreads + kPer - 1) / kPer * kPer;
   const int first = min(static_cast<int>(threadIdx.x) * each, n), last = min(first + each, n);
+  if (sizeof(T) == 2 && plain && each <= 32) {  // keys of positive numbers are their bits and a sign
+    u32 more = 0, equal = 0;
+#pragma unroll 1
+    for (int i = first; i < last; i += kPer) {
+      uint4 data = *reinterpret_cast<const uint4*>(keys + i);  // room for it is behind them
+      data.x ^= 0x80008000u, data.y ^= 0x80008000u, data.z ^= 0x80008000u, data.w ^= 0x80008000u;
+      more |= Format<u16>::above(data, threshold ^ 0x8000u) << (i - first);
+      if (room) equal |= Format<u16>::same(data, threshold ^ 0x8000u) << (i - first);
+    }
+    const u32 held = last - first < 32 ? (1u << max(last - first, 0)) - 1 : kFull;
+    more &= held, equal &= held;
+    u32 above, ties, all_above, all_equal;
+    sums_before(__popc(more), __popc(equal), above, ties, all_above, all_equal, s, parity);
+    if (all_above > most) return all_above;
+#pragma unroll 1
+    for (u32 bits = more | equal; bits; bits &= bits - 1) {
+      const int bit = __ffs(bits) - 1;
+      if (more >> bit & 1) {
+        write(above++ + min(ties, room), first + bit);
+      } else {
+        if (ties < room) write(above + ties, first + bit);
+        ++ties;
+      }
+    }
+    return all_above + min(all_equal, room);
+  }
   auto visit = [&](auto use) {  // this thread's keys, a vector at a time
     for (int i = first; i < last; i += kPer) {
       const uint4 data = *reinterpret_cast<const uint4*>(keys + i);  // room for it is behind them
@@ -240,30 +319,60 @@ __device__ u32 emit_keys(const T* keys, int n, u32 threshold, u32 room, u32 most
   return all_above + min(all_equal, room);
 }
 
-// The 16 entries of a group as keys; those at or beyond `end` are 0. `plain`: only keys above that
-// of 0 matter and there is no NaN, so a positive number's bits are its key but for one.
+// The 16 entries of a group as they lie in memory. Those at or beyond `end` count as none.
 template <typename T>
-__device__ void load_group(const T* row, int group, int end, bool plain, u32 (&keys)[kGroup]) {
+struct Group {
   using F = Format<T>;
-  constexpr int kPer = F::kPerVector;
-  constexpr u32 kSign = F::kZero;
-  const int first = group * kGroup;
-  if (first + kGroup <= end) {
-    uint4 data[kGroup / kPer];
+  static constexpr int kPer = F::kPerVector;
+  uint4 data[kGroup / kPer];
+  u32 held;  // a bit for each entry that is there
+
+  __device__ void load(const T* row, int first, int end) {
+    held = first + kGroup <= end ? 0xFFFFu : (1u << (end - first)) - 1;
 #pragma unroll
-    for (int v = 0; v < kGroup / kPer; ++v) data[v] = reinterpret_cast<const uint4*>(row + first)[v];
+    for (int v = 0; v < kGroup / kPer; ++v) {
+      const bool any = first + v * kPer < end;  // rows are readable up to whole vectors
+      data[v] = any ? *reinterpret_cast<const uint4*>(row + first + v * kPer)
+                    : make_uint4(0, 0, 0, 0);
+    }
+  }
+  __device__ void clear() {
+    held = 0;
+#pragma unroll
+    for (int v = 0; v < kGroup / kPer; ++v) data[v] = make_uint4(0, 0, 0, 0);
+  }
+  // `plain`: only keys above that of 0 matter and there is no NaN, so a positive number's bits are
+  // its key but for one.
+  __device__ u32 key(int i, bool plain) const {
+    constexpr int kWords = kGroup / kPer * 4, kEach = kPer / 4;
+    u32 words[kWords];
+#pragma unroll
+    for (int n = 0; n < kWords / 4; ++n) {
+      words[4 * n] = data[n].x, words[4 * n + 1] = data[n].y;
+      words[4 * n + 2] = data[n].z, words[4 * n + 3] = data[n].w;
+    }
+    // By arithmetic: the compiler makes a look-up in memory of a choice.
+#pragma unroll
+    for (int span = kWords / 2; span; span /= 2) {
+      const u32 upper = 0 - static_cast<u32>(i / (span * kEach) & 1);
+#pragma unroll
+      for (int n = 0; n < span; ++n) words[n] ^= (words[n] ^ words[n + span]) & upper;
+    }
+    const u32 bits = kEach == 1 ? words[0] : words[0] >> i % 2 * 16 & 0xFFFFu;
+    return plain ? bits ^ F::kZero : F::key(bits);
+  }
+  __device__ u32 above(u32 bound, bool plain) const {  // a bit for each entry that is
+    u32 bits = 0;
     if (plain) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) keys[i] = F::element(data[i / kPer], i % kPer) ^ kSign;
+      for (int v = 0; v < kGroup / kPer; ++v) bits |= F::above(data[v], bound ^ F::kZero) << v * kPer;
     } else {
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) keys[i] = F::key(F::element(data[i / kPer], i % kPer));
+#pragma unroll 1
+      for (int i = 0; i < kGroup; ++i) bits |= static_cast<u32>(key(i, false) > bound) << i;
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) keys[i] = first + i < end ? F::key(row[first + i]) : 0;
+    return bits & held;
   }
-}
+};
 
 // Rows of a block one after the other, cut into chunks of two groups a thread. The first thread
 // asks for chunks ahead of their use; a row's last chunk may be short.
@@ -393,36 +502,45 @@ select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
     const int per_super = (chunks + 3) / 4;
     const int flip = stream.turn() / kEach;  // the thread's groups change places
     if (tid == 0) s.least = kFull, s.most = 0, s.listed = 0;
+    s.bins[tid] = 0;
 
     // 1. The largest keys of groups and supers. A super of a thread that has no entry there is 0.
     u32 supers[4] = {0, 0, 0, 0}, least = kFull, most = 0;
-    int held = 0, chunk = 0;
+    for (int chunk = 0, super = 0, left = per_super; chunk < chunks; ++chunk) {
+      uint4 data[kVectors];
+      stream.next(data);
+      const int own = (chunk * kThreads + tid) * kPairs;
+      u32 both[kPairs] = {0, 0};
+      if ((own + kPairs) * kGroup <= end) {
 #pragma unroll
-    for (int super = 0; super < 4; ++super) {
-      for (int last = min(chunk + per_super, chunks); chunk < last; ++chunk) {
-        uint4 data[kVectors];
-        stream.next(data);
-        const int own = (chunk * kThreads + tid) * kPairs;
-        u32 both[kPairs] = {0, 0};
-        if ((own + kPairs) * kGroup <= end) {
+        for (int g = 0; g < kPairs; ++g) both[g] = largest<T, kEach>(data + g * kEach);
+      } else if (own * kGroup < end) {
 #pragma unroll
-          for (int g = 0; g < kPairs; ++g) both[g] = largest<T, kEach>(data + g * kEach);
-        } else if (own * kGroup < end) {
-#pragma unroll
-          for (int i = 0; i < kPairs * kGroup; ++i) {
-            const u32 key = F::key(F::element(data[i / F::kPerVector], i % F::kPerVector));
-            const int entry = own * kGroup + (i ^ stream.turn() * F::kPerVector);
-            both[i / kGroup] = max(both[i / kGroup], entry < end ? key : 0u);
-          }
-        }
-#pragma unroll
-        for (int g = 0; g < kPairs; ++g) {
-          if (own + (g ^ flip) <= num_groups + 3) keys[own + (g ^ flip)] = static_cast<T>(both[g]);
-          supers[super] = max(supers[super], both[g]);
+        for (int i = 0; i < kPairs * kGroup; ++i) {
+          const u32 key = F::key(F::element(data[i / F::kPerVector], i % F::kPerVector));
+          const int entry = own * kGroup + (i ^ stream.turn() * F::kPerVector);
+          both[i / kGroup] = max(both[i / kGroup], entry < end ? key : 0u);
         }
       }
-      most = max(most, supers[super]);
-      if (supers[super]) least = min(least, supers[super]), ++held;
+#pragma unroll
+      for (int g = 0; g < kPairs; ++g) {
+        if (own + (g ^ flip) <= num_groups + 3) keys[own + (g ^ flip)] = static_cast<T>(both[g]);
+      }
+#pragma unroll
+      for (int g = 0; g < kPairs; ++g) {
+        const int mine = chunks * kPairs <= 4 ? chunk * kPairs + g : super;  // few: each its own
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (mine == i) supers[i] = max(supers[i], both[g]);
+        }
+      }
+      if (--left == 0) ++super, left = per_super;
+    }
+    int held = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      most = max(most, supers[i]);
+      if (supers[i]) least = min(least, supers[i]), ++held;
     }
     if (tid < 4) keys[num_groups + tid] = 0;  // whole words; rewritten, where another thread did
     least = __reduce_min_sync(kFull, least);
@@ -439,51 +557,80 @@ select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
     // 2. A bound that enough supers exceed; kLeast bounds nothing.
     u32 bound = F::kLeast, above = 0;
     if (num_supers >= static_cast<u32>(want) && top > F::kLeast) {
-      bound = search(from, top, want, want / 8, s, above,
-                     [&](u32 a, u32 b, u32 c, u32& na, u32& nb, u32& nc) {
+      if (top - from < kThreads) {
 #pragma unroll
-                       for (int i = 0; i < 4; ++i) {
-                         na += supers[i] >= a, nb += supers[i] >= b, nc += supers[i] >= c;
-                       }
-                     });
+        for (int i = 0; i < 4; ++i) {
+          if (supers[i] >= from) atomicAdd(s.bins + (supers[i] - from), 1u);
+        }
+        __syncthreads();
+        if (tid == 0) s.threshold = from, s.above = 0;
+        const u32 own = s.bins[kThreads - 1 - tid];
+        u32 larger, none, all, nothing;
+        sums_before(own, 0, larger, none, all, nothing, s, parity);
+        s.bins[kThreads - 1 - tid] = 0;
+        if (larger < static_cast<u32>(want) && larger + own >= static_cast<u32>(want)) {
+          s.threshold = from + kThreads - 1 - tid, s.above = larger;
+        }
+        __syncthreads();
+        bound = s.threshold, above = s.above;
+      } else {
+        bound = search(from, top, want, want / 8, s, above,
+                       [&](u32 a, u32 b, u32 c, u32& na, u32& nb, u32& nc) {
+#pragma unroll
+                         for (int i = 0; i < 4; ++i) {
+                           na += supers[i] >= a, nb += supers[i] >= b, nc += supers[i] >= c;
+                         }
+                       });
+      }
       if (above < static_cast<u32>(want)) --bound;  // those equal to it are needed
       bound = max(bound, F::kLeast);
     }
 
     // 3. The groups to look into, ascending.
+    const bool plain_groups = bound > F::kZero && top <= F::kMost;
     auto list_group = [&](u32 place, int group) { groups[place] = group; };
-    u32 num_listed = emit_keys(keys, num_groups, bound, 0, most_listed, s, parity, list_group);
+    u32 num_listed = emit_keys(keys, num_groups, bound, 0, most_listed, plain_groups, s, parity, list_group);
     if (num_listed > static_cast<u32>(most_listed)) {
       bound = search_keys(keys, num_groups, max(bound, F::kLeast), top, want, want / 8, s, above);
       const u32 ties = above < static_cast<u32>(want) && bound > F::kLeast ? want : 0;
-      num_listed = emit_keys(keys, num_groups, bound, ties, most_listed, s, parity, list_group);
+      num_listed = emit_keys(keys, num_groups, bound, ties, most_listed, false, s, parity, list_group);
     }
     __syncthreads();
 
     // 4. The entries above the bound, in order, and the threshold among them.
     const bool plain = bound > F::kZero && top <= F::kMost;
+    const bool binned = top - bound <= kThreads;  // a bin for each key above the bound
     u32 listed = 0;
-    for (u32 base = 0; base < num_listed; base += kThreads) {
-      u32 found[kGroup], mine = 0;
-      int first = 0;
-      if (base + tid < num_listed) {
-        first = static_cast<int>(groups[base + tid]) * kGroup;
-        load_group(row, first / kGroup, end, plain, found);
+    for (u32 base = 0; base < num_listed; base += 2 * kThreads) {
+      Group<T> group[2];
+      int first[2] = {0, 0};
+      u32 mine[2] = {0, 0};
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) mine |= static_cast<u32>(found[i] > bound) << i;
+      for (int h = 0; h < 2; ++h) {
+        const u32 number = base + h * kThreads + tid;
+        if (number < num_listed) {
+          first[h] = static_cast<int>(groups[number]) * kGroup;
+          group[h].load(row, first[h], end);
+        } else {
+          group[h].clear();
+        }
       }
-      u32 start, none, all, nothing;
-      sums_before(__popc(mine), 0, start, none, all, nothing, s, parity);
-      start += listed;
-      listed += all;
-      if (mine) {
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          if (mine >> i & 1) {
-            list[start] = static_cast<T>(found[i]);
-            if (start < kPlaces) places[start] = first + i;
-            ++start;
-          }
+      for (int h = 0; h < 2; ++h) mine[h] = group[h].above(bound, plain);
+      u32 start[2], all, more;
+      sums_before(__popc(mine[0]), __popc(mine[1]), start[0], start[1], all, more, s, parity);
+      start[0] += listed, start[1] += listed + all;
+      listed += all + more;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll 1
+        for (u32 bits = mine[h]; bits; bits &= bits - 1) {
+          const int i = __ffs(bits) - 1;
+          const u32 key = group[h].key(i, plain);
+          list[start[h]] = static_cast<T>(key);
+          if (start[h] < kPlaces) places[start[h]] = first[h] + i;
+          if (binned) atomicAdd(s.bins + (key - bound - 1), 1u);
+          ++start[h];
         }
       }
     }
@@ -491,9 +638,20 @@ select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
     u32 threshold = bound;
     above = listed;
     if (listed > static_cast<u32>(want)) {
-      if (tid == 0) list[listed] = 0;
-      __syncthreads();
-      threshold = search_keys(list, listed, bound + 1, top, want, 0, s, above);
+      if (binned) {
+        const u32 own = s.bins[kThreads - 1 - tid];
+        u32 larger, none, all, nothing;
+        sums_before(own, 0, larger, none, all, nothing, s, parity);
+        if (larger < static_cast<u32>(want) && larger + own >= static_cast<u32>(want)) {
+          s.threshold = bound + kThreads - tid, s.above = larger;
+        }
+        __syncthreads();
+        threshold = s.threshold, above = s.above;
+      } else {
+        if (tid == 0) list[listed] = 0;
+        __syncthreads();
+        threshold = search_keys(list, listed, bound + 1, top, want, 0, s, above);
+      }
     }
     const u32 room = threshold > F::kLeast && above < static_cast<u32>(want) ? want - above : 0;
 
@@ -501,16 +659,21 @@ select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
     u32 num_kept = 0, num_tied = 0;
     // The places of all entries that may be kept are there, unless ties at the bound are, or many.
     if ((threshold > bound || !room) && listed <= kPlaces) {
-      for (u32 base = 0; base < listed; base += kThreads) {
-        const u32 key = base + tid < listed ? list[base + tid] : 0;
-        const bool is_tie = key == threshold && room;
-        u32 place, tie, all_kept, all_tied;
-        sums_before(key > threshold, is_tie, place, tie, all_kept, all_tied, s, parity);
-        place += num_kept, tie += num_tied;
-        if (key > threshold || (is_tie && tie < room)) {
-          target[place + min(tie, room)] = places[base + tid];
+      const int each = static_cast<int>(listed + kThreads - 1) / kThreads, begin = tid * each;
+      u32 more = 0, equal = 0;
+      for (int i = 0; i < each; ++i) {
+        const u32 key = begin + i < static_cast<int>(listed) ? list[begin + i] : 0;
+        more |= static_cast<u32>(key > threshold) << i;
+        equal |= static_cast<u32>(key == threshold && room) << i;
+      }
+      u32 place, tie;
+      sums_before(__popc(more), __popc(equal), place, tie, num_kept, num_tied, s, parity);
+      for (int i = 0; i < each; ++i) {
+        if (more >> i & 1) target[place++ + min(tie, room)] = places[begin + i];
+        if (equal >> i & 1) {
+          if (tie < room) target[place + tie] = places[begin + i];
+          ++tie;
         }
-        num_kept += all_kept, num_tied += all_tied;
       }
       for (int i = num_kept + min(num_tied, room) + tid; i < want; i += kThreads) target[i] = -1;
       continue;
@@ -519,16 +682,16 @@ select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
       u32 more = 0, equal = 0;
       int first = 0;
       if (base + tid < num_listed) {
-        u32 found[kGroup];
-        first = static_cast<int>(groups[base + tid]);
-        load_group(row, first, end, plain, found);
-        first *= kGroup;
-#pragma unroll
+        Group<T> group;
+        first = static_cast<int>(groups[base + tid]) * kGroup;
+        group.load(row, first, end);
+#pragma unroll 1
         for (int j = 0; j < kGroup; ++j) {
-          more |= static_cast<u32>(found[j] > threshold) << j;
-          equal |= static_cast<u32>(found[j] == threshold) << j;
+          more |= static_cast<u32>(group.key(j, plain) > threshold) << j;
+          equal |= static_cast<u32>(group.key(j, plain) == threshold) << j;
         }
-        if (!room) equal = 0;
+        more &= group.held;
+        equal = room ? equal & group.held : 0;
       }
       u32 place, tie, all_kept, all_tied;
       sums_before(__popc(more), __popc(equal), place, tie, all_kept, all_tied, s, parity);
@@ -615,7 +778,8 @@ blocks_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
       threshold = max(search_keys(keys, held, from, s.most, want, 0, s, above), F::kLeast);
     }
     const u32 room = threshold > F::kLeast && above < static_cast<u32>(want) ? want - above : 0;
-    const u32 written = emit_keys(keys, held, threshold, room, kFull, s, parity,
+    const bool plain = threshold > F::kZero && s.most <= F::kMost;
+    const u32 written = emit_keys(keys, held, threshold, room, kFull, plain, s, parity,
                                   [&](u32 place, int block) { target[place] = block; });
     for (int i = written + tid; i < want; i += kThreads) target[i] = -1;
   }
@@ -647,13 +811,14 @@ int run(K kernel, int bytes, const void* scores, const void* visible, void* out,
 }
 
 constexpr int kShared = 227 * 1024;  // of a multiprocessor, for blocks
+constexpr int kStatic = sizeof(Scratch) + 1024;
 
 template <typename T, int STAGES, int BLOCKS>
 int run_select(const void* scores, const void* visible, void* out, long long rows,
                long long entries, long long stride, long long want, long long processors,
                cudaStream_t stream) {
   const int bytes = select_bytes<T, STAGES>(static_cast<int>(entries), static_cast<int>(want));
-  const int fit = max(1, min(BLOCKS, kShared / (bytes + 2048)));
+  const int fit = max(1, min(BLOCKS, kShared / (bytes + kStatic)));
   return run<T>(select_kernel<T, STAGES, BLOCKS>, bytes, scores, visible, out, rows, entries,
                 stride, want, processors * fit, stream);
 }
@@ -665,7 +830,7 @@ int run_blocks(const void* scores, const void* visible, void* out, long long row
   const int blocks = static_cast<int>((entries + SIZE - 1) / SIZE);
   const int bytes =
       STAGES * Stream<T, STAGES>::kBytes + up16(blocks * sizeof(T) + 16) + 8 * STAGES;
-  const int fit = max(1, kShared / (bytes + 2048));
+  const int fit = max(1, kShared / (bytes + kStatic));
   return run<T>(blocks_kernel<T, STAGES, SIZE>, bytes, scores, visible, out, rows, entries, stride,
                 want, processors * fit, stream);
 }

@@ -18,7 +18,7 @@ __all__ = ["block_mask", "select_blocks", "select_topk"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 MAX_COUNT: Final = 1024
-SHARED: Final = 224 * 1024  # bytes that a block may take
+SHARED: Final = 222 * 1024  # bytes that a block may take
 _CHUNK: Final = 512 * 32  # entries of a stage of the ring
 
 block_mask = triton.block_mask
