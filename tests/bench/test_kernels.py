@@ -260,12 +260,15 @@ def test_goals_stand_beside_the_best_of_a_run() -> None:
         record("experts gate and up", 192, "cuda", 170.0),
         record("experts down", 192, "cuda", 80.0),
         record("experts both", 192, "cuda", 240.0),
-        *(record(f"hyper_{part}", 32, "triton", 4.0) for part in ("mix", "collapse", "expand")),
+        record("experts gate and up", 192, "DeepGEMM FP8", 1.0, op=""),
+        record("experts down", 192, "DeepGEMM FP8", 1.0, op=""),  # other weights
+        record("hyper site", 32, "cuda", 12.0),
     ]
     found = {(r.goal.name, r.goal.rows): r for r in reached(records)}
     attention = found["attention decode", 32]
     assert (attention.us, attention.name, attention.peer_us) == (11.0, "cuda", 1.0)
     assert found["experts, exact", 192].us == 240.0
+    assert found["experts, exact", 192].peer_us == 0.0
     assert ("experts, W4A8", 192) not in found  # half of it is no mark
     assert found["hyper site", 32].us == 12.0
     text = kernel_table(records)

@@ -72,8 +72,8 @@ GOAL_POINTS: Final = frozenset(
     for task in (*goal.tasks, *(("experts both",) if "experts" in goal.name else ()))
 )
 """(task, rows) that a goal speaks of."""
-_SITE: Final = ("hyper_mix", "hyper_collapse", "hyper_expand")
-"""Ops that a site takes where no fused one does it."""
+_OTHER_WEIGHTS: Final = "DeepGEMM FP8"
+"""A library on weights of another format, which a goal's do not fit."""
 _COPIED: Final = re.compile(r"cuBLAS")
 _FP8: Final = re.compile(r"fp8|w4a8|e4m3", re.IGNORECASE)
 
@@ -109,11 +109,7 @@ def _best(records: Sequence[KernelRecord], goal: Goal, ours: bool) -> tuple[floa
     ]
     whole = [r for r in part if r.task == "experts both"] if "experts" in goal.name else []
     ways = [[min(whole, key=lambda r: r.us)]] if whole else []
-    tasks = goal.tasks
-    fused = any(r.task == "hyper site" and _own(r) for r in records)
-    if goal.name == "hyper site" and ours and not fused:
-        tasks = _SITE
-    each = [[r for r in part if r.task == task] for task in tasks]
+    each = [[r for r in part if r.task == task] for task in goal.tasks]
     if all(each):
         ways.append([min(found, key=lambda r: r.us) for found in each])
     if not ways:
@@ -129,6 +125,8 @@ def _own(record: KernelRecord) -> bool:
 
 def _counts(record: KernelRecord, goal: Goal) -> bool:
     """Whether an implementation has the arithmetic, or the weights, that a goal speaks of."""
+    if record.name == _OTHER_WEIGHTS:
+        return False
     if goal.copies is not None:
         return bool(_COPIED.search(record.name)) == goal.copies
     if not goal.name.startswith("experts"):
@@ -161,11 +159,18 @@ def sums(records: Sequence[KernelRecord]) -> list[tuple[str, int, str, float]]:
 
 
 def kernel_table(records: Sequence[KernelRecord], brief: bool = False) -> str:
-    """Lay a run out as text: ceilings, members by task and rows, sums, what was left out.
+    """Lay runs out as text: ceilings, members by task and rows, sums, what was left out.
 
     brief  ceilings and goals alone
     """
-    lines = _head(records[0]) if records else []
+    runs = [
+        [r for r in records if r.when == when] for when in dict.fromkeys(r.when for r in records)
+    ]
+    return "\n\n".join(_run_table(run, brief) for run in runs)
+
+
+def _run_table(records: Sequence[KernelRecord], brief: bool) -> str:
+    lines = _head(records[0])
     if not brief:
         lines += _members(records)
     lines += _goal_lines(records)
