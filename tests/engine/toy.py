@@ -273,9 +273,7 @@ class AllDrafts:
         for (proposed, verified, accepted, kept), _ in rows:
             assert proposed >= verified >= accepted >= 0 and kept >= accepted, rows
 
-    def observe(
-        self, rows: int, sequences: int, proposed: bool, seconds: float, tokens: int
-    ) -> None:
+    def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
         assert rows >= 1
 
     def summary(self) -> dict[str, object]:

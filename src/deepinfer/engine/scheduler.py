@@ -61,10 +61,8 @@ class Planner(Protocol):
         """Take the outcomes of a step's rows, with the confidences of their drafts."""
         ...
 
-    def observe(
-        self, rows: int, sequences: int, proposed: bool, seconds: float, tokens: int, /
-    ) -> None:
-        """Take the time and the tokens of a step that ran so many rows, and drafted or not."""
+    def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
+        """Take the time of a step that ran so many rows, and drafted or not."""
         ...
 
     def summary(self) -> dict[str, object]:
@@ -344,7 +342,7 @@ class Scheduler:
         if counted and self._planner is not None:
             self._planner.count(counted)
             spent_s = result.device_s if result.is_usual else 0.0
-            self._planner.observe(ran, len(plan.rows), plan.propose, spent_s, generated)
+            self._planner.observe(ran, len(plan.rows), plan.propose, spent_s)
         self._pace.went_well(plan.kind)
         return completions
 

@@ -360,23 +360,18 @@ class SpeculationStats:
         }
 
 
-class _Rates:
-    """What steps of about as many sequences brought: tokens a sequence, and seconds."""
+class _Times:
+    """Times of steps of about as many sequences by what the curve says, with drafts and without."""
 
     def __init__(self) -> None:
-        self.plain: deque[tuple[float, float]] = deque(maxlen=4 * _ENOUGH)
-        self.drafted: deque[tuple[float, float]] = deque(maxlen=4 * _ENOUGH)
+        self.plain: deque[float] = deque(maxlen=4 * _ENOUGH)
+        self.drafted: deque[float] = deque(maxlen=4 * _ENOUGH)
 
-    def gain(self) -> float | None:
-        """Return how many times as fast drafting is, None before both are known."""
+    def corrected(self, gain: float) -> float | None:
+        """Return what the gain by the curve really is; None before both kinds are known."""
         if min(len(self.plain), len(self.drafted)) < _ENOUGH:
             return None
-        plain, drafted = (
-            statistics.fmean(tokens for tokens, _ in found)
-            / statistics.median(seconds for _, seconds in found)
-            for found in (self.plain, self.drafted)
-        )
-        return drafted / plain
+        return gain * statistics.median(self.plain) / statistics.median(self.drafted)
 
 
 class DraftPlanner:
@@ -396,8 +391,9 @@ class DraftPlanner:
     number of sequences, so it comes back as soon as the load allows.
 
     A curve says what steps should take. Where steps with drafts were measured and should be less
-    than _SURE times as fast as plain ones, some plain ones are run, and from then on what both
-    really brought decides for so many sequences. After `probe_steps` drafts are measured again.
+    than _SURE times as fast as plain ones, some plain ones are run, and from then on what both take
+    by the curve corrects the gain for so many sequences. After `probe_steps` drafts are measured
+    again.
     """
 
     def __init__(
@@ -426,7 +422,7 @@ class DraftPlanner:
         self._mean: Floats = np.ones(num_drafts)
         self._has_mean = False
         self._residuals: dict[int, deque[tuple[float, int]]] = {}
-        self._rates: defaultdict[int, _Rates] = defaultdict(_Rates)
+        self._times: defaultdict[int, _Times] = defaultdict(_Times)
         self._trying = False
         self.slope = self.offset_s = 0.0
         self.stats = SpeculationStats(num_drafts)
@@ -461,14 +457,20 @@ class DraftPlanner:
         )
         plain = float(self.curve.step_s(num, self.slope)) + self.offset_s
         gain = expected * plain / (num * seconds)
-        rates = self._rates[num.bit_length()]
-        measured = rates.gain()
+        times = self._times[num.bit_length()]
+        measured = times.corrected(self._gain(num, sum(counts), expected))
         self._losing = 0 if (measured or gain) > 1 else self._losing + 1
         if self._losing >= self._patience:
             self._switch_off(num, measured or gain)
-        elif measured is None and gain < _SURE and len(rates.drafted) >= 2 * _ENOUGH:
+        elif measured is None and gain < _SURE and len(times.drafted) >= 2 * _ENOUGH:
             self.is_drafting, self._trying, self._idle = False, True, 0
         return Choice(self.num_drafts, sum(counts), self.is_drafting)
+
+    def _gain(self, num: int, drafts: int, expected: float) -> float:
+        """Return how many times as fast drafting is by the curve alone."""
+        assert self.curve is not None
+        plain, drafted = float(self.curve.step_s(num)), float(self.curve.step_s(num + drafts))
+        return expected * plain / (num * (drafted + self.curve.draft_s(num)))
 
     def _switch_off(self, num: int, gain: float) -> None:
         self.is_drafting = False
@@ -483,13 +485,8 @@ class DraftPlanner:
         """Count the outcomes of a step's rows, with the confidences of their drafts."""
         self.stats.add(rows)
 
-    def observe(
-        self, rows: int, sequences: int, proposed: bool, seconds: float, tokens: int = 0
-    ) -> None:
-        """Take the measured time of a step: the machine may be slower than when it was measured.
-
-        tokens  that the step brought; 0 leaves what was measured out of decisions
-        """
+    def observe(self, rows: int, sequences: int, proposed: bool, seconds: float) -> None:
+        """Take the measured time of a step: the machine may be slower than when it was measured."""
         self.stats.draft_passes += proposed
         if self.curve is None or rows < 1 or seconds <= 0:
             return
@@ -497,10 +494,9 @@ class DraftPlanner:
         told += self.curve.draft_s(sequences) if proposed else 0.0
         if not math.isfinite(told):
             return
-        if tokens and proposed == (rows > sequences):
-            rates = self._rates[sequences.bit_length()]
-            kind = rates.drafted if proposed else rates.plain
-            kind.append((tokens / sequences, seconds))
+        if told > 0 and proposed == (rows > sequences):
+            times = self._times[sequences.bit_length()]
+            (times.drafted if proposed else times.plain).append(seconds / told)
         key = rows.bit_length()  # sizes of a kind
         self._sizes[key] += 1
         self._predicted_s += told + self.offset_s + self.slope * rows
@@ -575,12 +571,11 @@ class DraftPlanner:
         """Stay off, unless the mean survival pays at this load or it is time to look again."""
         assert self.curve is not None
         self._idle += 1
-        rates = self._rates[num.bit_length()]
-        measured = rates.gain()
-        if self._trying and measured is None and self._idle < 4 * _ENOUGH:
+        times = self._times[num.bit_length()]
+        if self._trying and len(times.plain) < _ENOUGH and self._idle < 4 * _ENOUGH:
             return Choice(0, 0, False)
         tried, self._trying = self._trying, False
-        _, expected, seconds = choose_rows(
+        counts, expected, seconds = choose_rows(
             np.tile(self._mean, (num, 1)),
             self.curve,
             max_rows=self._max_rows,
@@ -588,13 +583,14 @@ class DraftPlanner:
             slope=self.slope,
         )
         plain = float(self.curve.step_s(num, self.slope)) + self.offset_s
+        measured = times.corrected(self._gain(num, sum(counts), expected))
         gain = measured or expected * plain / (num * seconds)
         if tried and gain <= 1:
             self._switch_off(num, gain)
             return Choice(0, 0, False)
         looks_again = self._idle >= self._probe_steps
         if looks_again:
-            rates.drafted.clear()
+            times.drafted.clear()
         # 2 % better, so that it does not flicker.
         if tried or looks_again or gain > 1.02:
             self.is_drafting = True
