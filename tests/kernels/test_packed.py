@@ -250,7 +250,7 @@ def test_a_launch_for_other_numbers_of_rows_takes_no_tile(
     monkeypatch.setattr(nvcc, "call", host)
     monkeypatch.setattr(nvcc, "processors", lambda device: 2)
     form = Decoded.FP4_BF16
-    ranges = {form: ((20, "exact_48_experts"), (None, "exact_64_experts"))}
+    ranges = {form: ((20, "exact_48_ahead"), (None, "exact_64_four"))}
     assert len(launches(form, 50, 1, ranges)) == 2
     monkeypatch.setattr(chain, "SCHEDULES", ranges)
     generator = torch.Generator().manual_seed(seed)
@@ -259,7 +259,7 @@ def test_a_launch_for_other_numbers_of_rows_takes_no_tile(
     rows = torch.randint(0, 5, (50,), generator=generator)
     given = x, rows, torch.tensor([0, count]), torch.rand(50, generator=generator), first, second
     both = chain.experts(*given, 10.0, True)[:count]
-    assert torch.equal(both, chain.experts(*given, 10.0, True, name="exact_64_experts")[:count])
+    assert torch.equal(both, chain.experts(*given, 10.0, True, name="exact_64_four")[:count])
 
 
 def poisoned(*size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

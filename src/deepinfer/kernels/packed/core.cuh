@@ -69,7 +69,7 @@ struct Kernel {
   static constexpr int WEIGHT_BYTES = BLOCKS * COPY;
   static constexpr int TOKEN_BYTES = ATOMS * TOKENS * 128;
   static_assert(!SINGLE || ATOMS % 2 == 0, "codes of two atoms in turn");
-  static_assert(!AHEAD || UNITS % 2 == 0, "codes and partial sums of two units in turn");
+  static_assert(!AHEAD || (!FP8 && UNITS % 2 == 0), "codes of two units in turn, sums that stay");
   static constexpr int MAX_EXPERTS = 512;
   static constexpr int THREADS = 128 * (GROUPS + 1);
   static constexpr int CHUNK = GROUPS == 4 ? 32 : TOKENS < 64 ? TOKENS : 64;  // stored at a time
@@ -289,7 +289,7 @@ struct Kernel {
   template <int N>
   struct Sums {
     float done[TILES][N / 2];
-    float part[AHEAD ? 2 : 1][FP8 && PROMOTE ? N / 2 : 1];
+    float part[FP8 && PROMOTE ? N / 2 : 1];
   };
 
   static __device__ u32 block_of(u32 weights, int atom, int tile) {
@@ -322,7 +322,7 @@ struct Kernel {
     group_fence();
     if constexpr (FP8 && PROMOTE) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.part[0], now + 4 * k, b + 2 * k, k != 0);
+      for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.part, now + 4 * k, b + 2 * k, k != 0);
     } else {
 #pragma unroll
       for (int k = 0; k < 4; ++k) Mma<FP8, N>::run(sums.done[tile], now + 4 * k, b + 2 * k, 1);
@@ -341,18 +341,13 @@ struct Kernel {
     keep_in_place(then);
     group_wait();
     if constexpr (FP8 && PROMOTE) {
-      add_part<N>(sums, 0, tile);
+      keep_in_place(sums.part);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sums.done[tile][i] += sums.part[i];
     }
     if (UNIT + 1 == UNITS && (threadIdx.x & 31) == 0) barrier_arrive(release);
     if constexpr (UNIT + 1 < UNITS)
       unit<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full, empty);
-  }
-
-  template <int N>
-  static __device__ void add_part(Sums<N>& sums, int part, int tile) {
-    keep_in_place(sums.part[part]);
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) sums.done[tile][i] += sums.part[part][i];
   }
 
   // AHEAD: a unit is asked for before the one before it is done; that one's stage is free then.
@@ -384,43 +379,6 @@ struct Kernel {
     }
   }
 
-  // The same for sums that leave the tensor unit: the compiler wants none in flight where a loop turns,
-  // so the last unit of a stage is waited for, behind the decoding of the next stage's first.
-  template <int N, int UNIT>
-  static __device__ void part_ahead(Sums<N>& sums, u32 (&now)[16], u32 (&then)[16], Stage& stage,
-                                    bool more, Ring& ring, u32 pair_bytes, u32 tokens, u32 weights,
-                                    u32 full, u32 empty) {
-    constexpr int atom = UNIT / TILES, tile = UNIT % TILES;
-    const u64 b = describe(stage.tokens + atom * (TOKENS * 128));
-    const u32 release = stage.empty;
-    keep_in_place(now);
-    group_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-      Mma<FP8, N>::run(sums.part[UNIT % 2], now + 4 * k, b + 2 * k, k != 0);
-    group_commit();
-    if constexpr (UNIT > 0) {
-      group_but_one_wait();
-      keep_in_place(then);
-      add_part<N>(sums, (UNIT + 1) % 2, (UNIT - 1) % TILES);
-    }
-    if constexpr (UNIT + 1 < UNITS) {
-      if (pair_bytes)
-        decode(block_of(stage.weights, (UNIT + 1) / TILES, (UNIT + 1) % TILES), pair_bytes, then);
-      part_ahead<N, UNIT + 1>(sums, then, now, stage, more, ring, pair_bytes, tokens, weights, full,
-                              empty);
-    } else {
-      if (more) {
-        stage = enter(ring, tokens, weights, full, empty);
-        decode(block_of(stage.weights, 0, 0), pair_bytes, then);
-      }
-      keep_in_place(then);
-      group_wait();
-      add_part<N>(sums, UNIT % 2, tile);
-      if ((threadIdx.x & 31) == 0) barrier_arrive(release);
-    }
-  }
-
   // where(): what the tile is of, asked for again where its sums are stored.
   template <int N, class Where>
   static __device__ void multiply(int steps, const Where& where, Ring& ring, u32 tokens, u32 weights,
@@ -437,14 +395,6 @@ struct Kernel {
     } else {
       u32 even[16], odd[16];
       decode(block_of(stage.weights, 0, 0), pair_bytes, even);
-      if constexpr (AHEAD && FP8 && PROMOTE) {
-#pragma unroll 1
-        for (int left = steps - 1; left >= 0; --left)
-          part_ahead<N, 0>(sums, even, odd, stage, left > 0, ring, pair_bytes, tokens, weights, full,
-                           empty);
-        store<N>(where(), sums, staging);
-        return;
-      }
       if constexpr (AHEAD) {
         u32 held = 0;
 #pragma unroll 1
@@ -633,16 +583,12 @@ struct Kernel {
     };
     if constexpr (TOKENS <= 32)
       fitting<TOKENS, 8, 16, 24, 32>(rows, with);
-    else if constexpr (TOKENS == 40)
-      fitting<TOKENS, 8, 16, 24, 32, 40>(rows, with);
     else if constexpr (TOKENS == 48)
       fitting<TOKENS, 8, 16, 24, 32, 40, 48>(rows, with);
     else if constexpr (TOKENS == 64 && GROUPS == 4)
       fitting<TOKENS, 8, 16, 24, 32, 40, 48, 56, 64>(rows, with);
     else if constexpr (TOKENS == 64)
       fitting<TOKENS, 16, 32, 48, 64>(rows, with);
-    else if constexpr (TOKENS == 96)
-      fitting<TOKENS, 72, 80, 88, 96>(rows, with);
     else if constexpr (BOXES)
       fitting<TOKENS, 96, 104, 112, 120, 128, 136>(rows, with);
     else

@@ -39,7 +39,6 @@ struct Experts {
            : K::TOKENS <= 32 ? 8 * (i + 1)
            : K::TOKENS <= 48 ? (i == 0 ? 8 : i == 1 ? 16 : 32)
            : K::TOKENS <= 64 ? 16 * (i + 1)
-           : K::TOKENS <= 96 ? 72 + 8 * i
                              : 64 + 8 * (i == 0 ? 0 : i == 1 ? 4 : 6);
   }
 

@@ -19,14 +19,14 @@ SOURCE: Final = Path(__file__).with_name("experts.cu")
 
 SCHEDULES: Final[Schedules] = {
     Decoded.FP4_E4M3: (
-        (40, "fp8_48_experts"),
-        (80, "fp8_64_experts"),
+        (36, "fp8_48_experts"),
+        (62, "fp8_64_four"),
         (None, "fp8_128_experts"),
     ),
     Decoded.FP4_BF16: (
-        (8, "exact_few_experts"),
-        (32, "exact_48_experts"),
-        (60, "exact_64_experts"),
+        (20, "exact_few_experts"),
+        (36, "exact_48_ahead"),
+        (62, "exact_64_four"),
         (None, "exact_136_experts"),
     ),
 }
