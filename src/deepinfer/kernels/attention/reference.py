@@ -66,7 +66,8 @@ def _gather(entries: Tensor, idx: Tensor, rows: slice) -> Tensor:
         begin, end = int(index[0, 0]), int(index[-1, 0])
         step = (end - begin) // (num_rows - 1)
         if begin >= 0 and step in (0, 1) and end + num_slots <= entries.shape[0]:
-            expected = begin + torch.arange(num_rows)[:, None] * step + torch.arange(num_slots)
+            row, slot = (torch.arange(n, device=idx.device) for n in (num_rows, num_slots))
+            expected = begin + row[:, None] * step + slot
             if bool(((index == expected) | (index < 0)).all()):
                 dim = entries.shape[1]
                 shape, stride = (num_rows, num_slots, dim), (step * dim, dim, 1)
