@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from tests.kernels import card_run
 
+from deepinfer.kernels.cases import all_cases
 from deepinfer.kernels.paged_attention import sm90
 from deepinfer.kernels.table import TABLE
 
@@ -35,6 +37,26 @@ def test_packed_entries_stay_packed_on_their_way_to_a_card() -> None:
     q, window, _, main, main_idx, _, _, rounded = card_run.moved(given, torch.device("cpu"))
     assert sm90.accepts(q, window, main, main_idx, rounded)
     assert window.codes.data_ptr() != given[1].codes.data_ptr()  # type: ignore[union-attr]
+
+
+def test_definitions_make_what_they_need_where_their_inputs_are() -> None:
+    """Nothing is made on the default device, which is another one here."""
+    wrong = []
+    for case in all_cases():
+        if case.large:
+            continue
+        arguments = case.build(129, torch.Generator().manual_seed(1))
+        (line,) = (e for e in TABLE[case.op] if e.name == "reference")
+        function = getattr(import_module(f"deepinfer.kernels.{line.module}"), case.op)
+        try:
+            with torch.device("meta"):
+                found = card_run.tensors(function(*arguments))
+        except Exception as error:
+            wrong.append(f"{case.op} {case.name}: {type(error).__name__} {str(error)[:80]}")
+            continue
+        if any(part.is_meta for part in found):
+            wrong.append(f"{case.op} {case.name}: made elsewhere")
+    assert not wrong, wrong
 
 
 def test_wrong_values_unwritten_ones_and_shapes_are_told() -> None:
