@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 
-from deepinfer.chat.tokenizer import Tokenizer
+from deepinfer.chat.tokenizer import Tokenizer, trained_to_think
 from deepinfer.config.load import load_model_config, resolve_model
 from deepinfer.config.model import ModelConfig
 from deepinfer.errors import TokenizerError
@@ -154,6 +154,18 @@ def test_whether_the_model_thinks(load: Callable[..., Tokenizer]) -> None:
     with pytest.raises(TokenizerError) as caught:
         load({"thinks": "no"})
     assert "thinks: found 'no', expected true or false" in str(caught.value)
+
+
+def test_training_decides_about_thinking(tmp_path: Path) -> None:
+    assert trained_to_think(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    for text, thinks in (("{}", True), ('{"thinks": true}', True), ('{"thinks": false}', False)):
+        file.write_text(text)
+        assert trained_to_think(tmp_path) is thinks
+    for text in ('{"thinks": 0}', "{"):
+        file.write_text(text)
+        with pytest.raises(TokenizerError, match="tokenizer_config"):
+            trained_to_think(tmp_path)
 
 
 def test_native_policy_takes_the_files_template(

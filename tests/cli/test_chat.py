@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from deepinfer import llm as llm_module
 from deepinfer.chat.decode import Answer, Content, Reasoning
 from deepinfer.chat.messages import Message, ToolCall
 from deepinfer.cli.main import main
+from deepinfer.config.load import resolve_model
 from deepinfer.dialog.chat import ChatCompletion, ChatDelta, ChatOptions
 from deepinfer.engine.request import Completion, FinishReason, SamplingParams
 
@@ -102,6 +104,19 @@ def test_lines_are_messages(talk: Any) -> None:
     assert (code, out, err) == (0, "one!\ntwo\nlines!\n/three!\n", "")
     assert contents(engine.asked[2]) == ["one", "one!", "two\nlines", "two\nlines!", "/three"]
     assert not engine.options.thinking and engine.params.max_tokens == 8192
+
+
+def test_a_copied_demo_model_does_not_think(talk: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(resolve_model("demo"), folder)
+    *_, engine = talk("one\n", "--model", str(folder))
+    assert not engine.options.thinking
+    (folder / "tokenizer_config.json").write_text("{}")
+    *_, engine = talk("one\n", "--model", str(folder))
+    assert engine.options.thinking
+    (folder / "tokenizer_config.json").write_text('{"thinks": "no"}')
+    code, _, err, _ = talk("one\n", "--model", str(folder), with_engine=False)
+    assert code == 1 and "thinks: found 'no', expected true or false" in err
 
 
 def test_flags(talk: Any, tmp_path: Path) -> None:

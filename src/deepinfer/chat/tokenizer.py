@@ -21,7 +21,7 @@ from deepinfer.config.load import read_json
 from deepinfer.config.model import ModelConfig
 from deepinfer.errors import ConfigError, TokenizerError
 
-__all__ = ["StreamDecoder", "Tokenizer"]
+__all__ = ["StreamDecoder", "Tokenizer", "trained_to_think"]
 
 _BOS: Final = "<｜begin▁of▁sentence｜>"
 _EOS: Final = "<｜end▁of▁sentence｜>"
@@ -96,11 +96,7 @@ class Tokenizer:
             problems.append(
                 f"its largest id is {last}, the config's vocabulary is 0..{config.vocab_size - 1}"
             )
-        try:
-            settings_file = folder / "tokenizer_config.json"
-            settings = read_json(settings_file) if settings_file.is_file() else {}
-        except ConfigError as error:
-            raise TokenizerError(error.message, error.problems) from None
+        settings = _read_settings(folder)
         adds_bos: bool | None = True
         if config.tokenizer_compatibility == "release":
             problems += _release_problems(raw, settings, config)
@@ -109,9 +105,7 @@ class Tokenizer:
             adds_bos = flag if isinstance(flag, bool) else None
         thinks = settings.get("thinks", True)
         if not isinstance(thinks, bool):
-            problems.append(
-                f"tokenizer_config.json thinks: found {thinks!r}, expected true or false"
-            )
+            problems.append(f"tokenizer_config.json {_wrong_thinks(thinks)}")
         if problems:
             raise TokenizerError(f"{file} does not fit the config", problems)
         return cls(raw, config, adds_bos, thinks is True)
@@ -255,6 +249,29 @@ def _decoder_problems(raw: RawTokenizer) -> list[str]:
     if kinds == ["ByteLevel"]:
         return []
     return [f"its decoder is {' + '.join(map(str, kinds))}, expected ByteLevel or none"]
+
+
+def trained_to_think(folder: Path) -> bool:
+    """Return `thinks` of a checkpoint's `tokenizer_config.json`, true where that says nothing.
+
+    Raises TokenizerError when the file is damaged or says neither true nor false.
+    """
+    thinks = _read_settings(folder).get("thinks", True)
+    if not isinstance(thinks, bool):
+        raise TokenizerError(f"{folder} tokenizer_config.json {_wrong_thinks(thinks)}")
+    return thinks
+
+
+def _read_settings(folder: Path) -> dict[str, object]:
+    file = folder / "tokenizer_config.json"
+    try:
+        return read_json(file) if file.is_file() else {}
+    except ConfigError as error:
+        raise TokenizerError(error.message, error.problems) from None
+
+
+def _wrong_thinks(thinks: object) -> str:
+    return f"thinks: found {thinks!r}, expected true or false"
 
 
 def _release_problems(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from deepinfer.chat.decode import Content, Reasoning
 from deepinfer.chat.messages import Message, Role, Tool, to_mapping, to_message, to_tool
+from deepinfer.chat.tokenizer import trained_to_think
 from deepinfer.cli.common import (
     SubParsers,
     UsageError,
@@ -71,7 +72,8 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         "--thinking",
         choices=("auto", "on", "off"),
         default="auto",
-        help=f"whether it thinks before it answers (auto: on, but off for {DEMO_MODEL})",
+        help="whether it thinks before it answers (auto: as it was trained, `thinks` of "
+        "tokenizer_config.json, else on)",
     )
     parser.add_argument("--effort", help="how much: low, high, max or a number from 1 to 100")
     parser.add_argument("--hide-thinking", action="store_true", help="do not show what it thinks")
@@ -95,14 +97,13 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until stdin ends."""
-    options = _options(args)
+    options = _options(args, resolve_model(args.model))
     params = _params(args, options)
     config = engine_config(args)
     history = _read_history(args.load) if args.load else []
     if args.system is not None:
         first = history[1:] if history and history[0].role is Role.SYSTEM else history
         history = [Message.system(args.system), *first]
-    resolve_model(args.model)  # before torch is loaded, which takes a while
     if serves(args, config):
         return 0
     if sys.stdin is None:
@@ -332,11 +333,11 @@ class _Terminal:
             note(f"({num_tokens} tokens, {num_tokens / took_s:.1f} tokens/s)")
 
 
-def _options(args: argparse.Namespace) -> ChatOptions:
-    """Return how to answer; raises UsageError."""
+def _options(args: argparse.Namespace, folder: Path) -> ChatOptions:
+    """Return how to answer; raises UsageError, TokenizerError."""
     given: str | None = args.effort
     effort = int(given) if given is not None and given.isdecimal() else given
-    thinking = args.thinking == "on" or (args.thinking == "auto" and args.model != DEMO_MODEL)
+    thinking = args.thinking == "on" or (args.thinking == "auto" and trained_to_think(folder))
     tools = _read_tools(args.tools) if args.tools else []
     structured = shape_of(args)
     options = ChatOptions(thinking=thinking, effort=effort, tools=tools, structured=structured)

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from deepinfer.chat.tokenizer import trained_to_think
 from deepinfer.cli.common import (
     SubParsers,
     UsageError,
@@ -81,7 +82,8 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
         "--thinking",
         choices=("auto", "on", "off"),
         default="auto",
-        help=f"whether plain conversations think (auto: on, but off for {DEMO_MODEL})",
+        help="whether plain conversations think (auto: as the model was trained, `thinks` of "
+        "tokenizer_config.json, else on)",
     )
     sampling = parser.add_argument_group("sampling of plain rows that do not say")
     add_sampling(sampling)
@@ -123,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
             if args.model == GOLDEN_MODEL and not args.quiet:
                 note(f"the {GOLDEN_MODEL} checkpoint has random weights: its text means nothing")
             thinking = args.thinking == "on" or (
-                args.thinking == "auto" and args.model != DEMO_MODEL
+                args.thinking == "auto" and trained_to_think(folder)
             )
             context = Context(
                 tokenizer=llm.tokenizer,
