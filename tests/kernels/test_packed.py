@@ -66,6 +66,17 @@ def experts(
     return out
 
 
+@pytest.fixture
+def on_host(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ops that call the packed kernels run them on this CPU."""
+
+    def host(_: object, name: str, __: object, *arguments: Tensor | float | None) -> None:
+        call(library, name, *arguments)
+
+    monkeypatch.setattr(nvcc, "load", lambda source: library)
+    monkeypatch.setattr(nvcc, "call", host)
+
+
 def draw(
     generator: torch.Generator, experts: int, outputs: int, inputs: int
 ) -> tuple[Tensor, Tensor]:
@@ -176,21 +187,15 @@ def test_tokens_are_folded_and_gated(library: ctypes.CDLL, seed: int) -> None:
     assert torch.equal(codes[:2], again[:2])
 
 
+@pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize(("decoded", "choices"), [(Decoded.FP4_BF16, 125), (Decoded.FP4_E4M3, 165)])
 def test_a_chain_of_many_rows_reads_them_in_order(
-    library: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
     decoded: Decoded,
     choices: int,
     seed: int,
 ) -> None:
     """All of routed experts on this CPU: what no run takes is neither read nor written."""
-
-    def host(_: object, name: str, __: object, *arguments: Tensor | float | None) -> None:
-        call(library, name, *arguments)
-
-    monkeypatch.setattr(nvcc, "load", lambda source: library)
-    monkeypatch.setattr(nvcc, "call", host)
     monkeypatch.setattr(run, "_programs", lambda device: 2)
     generator = torch.Generator().manual_seed(seed)
     (up, down), bound = (draw(generator, 2, n, 256) for n in (512, 256)), choices + 3
@@ -213,17 +218,12 @@ def test_a_chain_of_many_rows_reads_them_in_order(
 CHAINS = [name for table in chain.SCHEDULES.values() for _, name in table]
 
 
+@pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("name", CHAINS)
 def test_one_launch_of_both_products_has_the_bits_of_two(
-    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
+    monkeypatch: pytest.MonkeyPatch, name: str, seed: int
 ) -> None:
     """Three blocks at once take tiles from a counter, in poisoned memory."""
-
-    def host(_: object, name: str, __: object, *arguments: Tensor | float | None) -> None:
-        call(library, name, *arguments)
-
-    monkeypatch.setattr(nvcc, "load", lambda source: library)
-    monkeypatch.setattr(nvcc, "call", host)
     for module, function in ((nvcc, "processors"), (run, "_programs")):
         monkeypatch.setattr(module, function, lambda device: 3)
     generator, counts = torch.Generator().manual_seed(seed), [0, 9, 1, 3]
@@ -239,15 +239,11 @@ def test_one_launch_of_both_products_has_the_bits_of_two(
     assert torch.equal(chain.experts(*given, name=name)[:13], two)
 
 
+@pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("count", [9, 45])
 def test_a_launch_for_other_numbers_of_rows_takes_no_tile(
-    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, count: int, seed: int
+    monkeypatch: pytest.MonkeyPatch, count: int, seed: int
 ) -> None:
-    def host(_: object, name: str, __: object, *arguments: Tensor | float | None) -> None:
-        call(library, name, *arguments)
-
-    monkeypatch.setattr(nvcc, "load", lambda source: library)
-    monkeypatch.setattr(nvcc, "call", host)
     monkeypatch.setattr(nvcc, "processors", lambda device: 2)
     form = Decoded.FP4_BF16
     ranges = {form: ((20, "exact_48_ahead"), (None, "exact_64_four"))}

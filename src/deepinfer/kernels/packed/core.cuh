@@ -641,21 +641,12 @@ int launch(const Args& a, long long blocks, void* stream) {
     if (e != cudaSuccess) return e;
     ready = true;
   }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(K::THREADS);
-  config.dynamicSmemBytes = K::SHARED;
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute[1];
-  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute[0].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attribute;
-  config.numAttrs = 1;
   TokenMap map = {};
   if (K::BOX && (a.source || !describe_rows(map, a.x, a.inputs * (K::FP8 ? 1 : 2), a.rows,
                                             a.x_row_bytes, K::BOX)))
     return cudaErrorInvalidValue;
-  cudaError_t e = cudaLaunchKernelEx(&config, run_kernel<K>, a, map);
+  cudaError_t e = launch_next(run_kernel<K>, dim3(static_cast<unsigned>(blocks)), dim3(K::THREADS),
+                              K::SHARED, static_cast<cudaStream_t>(stream), a, map);
   return e != cudaSuccess ? e : cudaGetLastError();
 }
 

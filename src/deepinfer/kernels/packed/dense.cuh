@@ -609,17 +609,8 @@ int launch_alone(void (*kernel)(DenseArgs, TokenMap, More...), int threads, int 
   TokenMap map;
   if (!describe_rows(map, x, 2LL * a.inputs * a.groups, a.rows, row_bytes, box))
     return cudaErrorInvalidValue;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute[1];
-  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute[0].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attribute;
-  config.numAttrs = 1;
-  e = cudaLaunchKernelEx(&config, kernel, a, map, more...);
+  e = launch_next(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), shared,
+                  static_cast<cudaStream_t>(stream), a, map, more...);
   return e != cudaSuccess ? e : cudaGetLastError();
 }
 

@@ -260,17 +260,8 @@ int launch_experts(const Chain& c, long long blocks, void* stream) {
                          Experts<K>::height(j)))
         return cudaErrorInvalidValue;
     }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(K::THREADS);
-  config.dynamicSmemBytes = K::SHARED;
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute[1];
-  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute[0].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attribute;
-  config.numAttrs = 1;
-  cudaError_t e = cudaLaunchKernelEx(&config, experts_kernel<K>, c, maps);
+  cudaError_t e = launch_next(experts_kernel<K>, dim3(static_cast<unsigned>(blocks)), dim3(K::THREADS),
+                              K::SHARED, static_cast<cudaStream_t>(stream), c, maps);
   return e != cudaSuccess ? e : cudaGetLastError();
 }
 

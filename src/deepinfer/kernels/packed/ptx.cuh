@@ -1,6 +1,8 @@
 // The instructions of SM90a that the packed products use, by their names. Tests put a host's in place.
 #pragma once
 
+#include "../chain.cuh"
+
 #define SHARED(name) extern __shared__ unsigned char name[]
 
 __device__ inline u32 times(u32 a, u32 b) {
@@ -187,12 +189,6 @@ __device__ inline void into_second_level(const void* at) {
 }
 __device__ inline void into_second_level(const void* at, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
-}
-__device__ inline void previous_kernel_wait() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ inline void next_kernel_may_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 template <int N>
 __device__ inline void fewer_registers() {

@@ -9,16 +9,9 @@ namespace {
 template <class... Parameters, class... Arguments>
 int start(void (*kernel)(Parameters...), long long rows, long long threads, void* stream,
           Arguments... arguments) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(rows));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute[1];
-  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute[0].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attribute;
-  config.numAttrs = 1;
-  cudaError_t e = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  cudaError_t e =
+      launch_next(kernel, dim3(static_cast<unsigned>(rows)), dim3(static_cast<unsigned>(threads)), 0,
+                  static_cast<cudaStream_t>(stream), arguments...);
   return e != cudaSuccess ? e : cudaGetLastError();
 }
 
