@@ -16,7 +16,7 @@ from deepinfer.kernels import nvcc
 from deepinfer.kernels.expert_linear import Fp4Weight
 from deepinfer.kernels.expert_linear.packed import experts as packed_experts
 from deepinfer.kernels.expert_linear.reference import dequantize_rows, swiglu
-from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4, run
+from deepinfer.kernels.packed import Decoded, Packed, accepts, pack_fp4
 from deepinfer.kernels.packed import experts as chain
 from deepinfer.kernels.packed.kept import _kept, kept_fp4, kept_fp8, repack_fp4
 from deepinfer.kernels.packed.run import SOURCE, in_order, launches
@@ -196,7 +196,7 @@ def test_a_chain_of_many_rows_reads_them_in_order(
     seed: int,
 ) -> None:
     """All of routed experts on this CPU: what no run takes is neither read nor written."""
-    monkeypatch.setattr(run, "_programs", lambda device: 2)
+    monkeypatch.setattr(nvcc, "processors", lambda device: 2)
     generator = torch.Generator().manual_seed(seed)
     (up, down), bound = (draw(generator, 2, n, 256) for n in (512, 256)), choices + 3
     x = act8_values(torch.randn(9, 256, generator=generator).bfloat16()).bfloat16()
@@ -224,8 +224,7 @@ def test_one_launch_of_both_products_has_the_bits_of_two(
     monkeypatch: pytest.MonkeyPatch, name: str, seed: int
 ) -> None:
     """Three blocks at once take tiles from a counter, in poisoned memory."""
-    for module, function in ((nvcc, "processors"), (run, "_programs")):
-        monkeypatch.setattr(module, function, lambda device: 3)
+    monkeypatch.setattr(nvcc, "processors", lambda device: 3)
     generator, counts = torch.Generator().manual_seed(seed), [0, 9, 1, 3]
     decoded = Decoded.FP4_E4M3 if name.startswith("fp8") else Decoded.FP4_BF16
     first, second = (pack_fp4(*draw(generator, 4, n, 256), decoded) for n in (512, 256))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -58,11 +57,6 @@ def in_order(decoded: Decoded, rows: int, experts: int) -> bool:
     return any(name in _BOXED for name, *_ in launches(decoded, rows, experts))
 
 
-@cache
-def _programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def multiply(
     x: Tensor,
     weight: Packed,
@@ -94,6 +88,6 @@ def multiply(
             nvcc.load(SOURCE), schedule, x.device,
             x, token_scale, source, weight.data, weight.row_scale, offsets, out,
             weight.experts, weight.outputs, weight.inputs, x.stride(0) * x.element_size(),
-            x.shape[0], least, most, _programs(x.device),
+            x.shape[0], least, most, nvcc.processors(x.device),
         )  # fmt: skip
     return out
