@@ -180,6 +180,25 @@ def test_a_run_writes_records_a_table_and_a_page(
     assert capsys.readouterr().out == printed and again.stat().st_size > 1000
 
 
+def test_members_can_be_timed_alone_with_errors_of_an_earlier_run(tmp_path: Path) -> None:
+    out, again = tmp_path / "compared.jsonl", tmp_path / "alone.jsonl"
+    common = ["bench", "kernels", "--device", "cpu", "--op", "^swiglu$"]
+    assert main([*common, "--compile-only", "--out", str(out)]) == 0
+    compared = [read_record(line) for line in out.read_text().splitlines()]
+    assert all(r.failed.startswith("not timed") and r.error is not None for r in compared)
+    # An error that no comparison gives, to be seen again; one of other sources is not taken.
+    marked, stale = (replace(r, error=0.5) for r in compared)
+    stale = replace(stale, versions={"sources": "others"})
+    out.write_text("".join(r.to_json() + "\n" for r in (marked, stale)))
+    alone = ["--compared", str(out), "--alone", "0.01", "--out", str(again)]
+    assert main([*common, *alone]) == 0
+    found = {r.name: r for r in map(read_record, again.read_text().splitlines())}
+    assert found[marked.name].error == 0.5
+    assert found[stale.name].error not in (None, 0.5)
+    assert all(r.us > 0 and r.rest_s == 0.01 for r in found.values())
+    assert "each alone after 0.01 s" in kernel_table(list(found.values()), brief=True)
+
+
 def test_a_worker_that_hangs_or_dies_costs_its_member_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

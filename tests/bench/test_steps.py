@@ -28,6 +28,7 @@ from deepinfer.cli.main import main
 from deepinfer.config import ModelConfig
 from deepinfer.config.load import load_model_config, released_config
 from deepinfer.errors import ConfigError
+from deepinfer.model.fast.model import FastModel
 from deepinfer.model.fast.random import shallow
 
 CPU = torch.device("cpu")
@@ -163,8 +164,10 @@ def test_the_runner_of_accelerators_repeats_its_step(small: ModelConfig) -> None
 
 
 def test_forms_write_records_that_can_be_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    branched: list[bool] = []
+    monkeypatch.setattr(FastModel, "branch", lambda model, on: branched.append(on))
     out = tmp_path / "steps.jsonl"
     common = ["--dims", "golden", "--device", "cpu", "--depth", "3", "--out", str(out)]
     small = ["--sequences", "2", "--rows", "2", "--context", "40"]
@@ -172,6 +175,7 @@ def test_forms_write_records_that_can_be_shown(
     assert main(["bench", "prefill", *common, "--rows", "24", "--no-split"]) == 0
     sliced = ["--ranks", "2", "--accepted", "1.5", "--no-split"]
     sliced += ["--set", "numerics.index_scores=final", "--with-prefill", "64"]
+    sliced += ["--set", "scheduling.graph_branches=false"]
     assert main(["bench", "slice", *common, *small, *sliced]) == 0
     capsys.readouterr()
     decode, prefill, piece, chunk = (read_step(line) for line in out.read_text().splitlines())
@@ -179,7 +183,11 @@ def test_forms_write_records_that_can_be_shown(
     assert decode.form == "decode" and decode.tokens == 2 and decode.ops and decode.kinds
     assert prefill.tokens == 24 and not prefill.ops and prefill.rows == 24
     assert decode.settings == {"numerics.batch_invariant": False}
-    assert piece.settings == decode.settings | {"numerics.index_scores": "final"}
+    assert piece.settings == decode.settings | {
+        "numerics.index_scores": "final",
+        "scheduling.graph_branches": False,
+    }
+    assert branched == [True, True, False, False]
     assert piece.tokens == 3.0 and piece.ranks == 2 and piece.law and piece.statement
     assert main(["bench", "show", str(out)]) == 0
     assert piece.statement in capsys.readouterr().out

@@ -80,10 +80,14 @@ _FP8: Final = re.compile(r"fp8|w4a8|e4m3", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """A goal beside what a run measured: the best of ours and the best library, 0 = none."""
+    """A goal beside what a run measured: the best of ours and the best library, 0 = none.
+
+    cool_us  ours after a pause, as opposed to steady
+    """
 
     goal: Goal
     us: float
+    cool_us: float
     name: str
     peer_us: float
     peer: str
@@ -93,15 +97,20 @@ def reached(records: Sequence[KernelRecord]) -> list[Reached]:
     """Set the run's best beside every goal whose rows were measured."""
     found = []
     for goal in GOALS:
-        us, name = _best(records, goal, ours=True)
-        peer_us, peer = _best(records, goal, ours=False)
+        us, cool_us, name = _best(records, goal, ours=True)
+        peer_us, _, peer = _best(records, goal, ours=False)
         if us or peer_us:
-            found.append(Reached(goal=goal, us=us, name=name, peer_us=peer_us, peer=peer))
+            found.append(
+                Reached(goal=goal, us=us, cool_us=cool_us, name=name, peer_us=peer_us, peer=peer)
+            )
     return found
 
 
-def _best(records: Sequence[KernelRecord], goal: Goal, ours: bool) -> tuple[float, str]:
-    """Return the least time of a goal's tasks and who took it; 0 when a part is missing."""
+def _best(records: Sequence[KernelRecord], goal: Goal, ours: bool) -> tuple[float, float, str]:
+    """Return the least time of a goal's tasks, the cool one of the same, and who took it.
+
+    Zeros when a part is missing.
+    """
     part = [
         r
         for r in records
@@ -113,9 +122,10 @@ def _best(records: Sequence[KernelRecord], goal: Goal, ours: bool) -> tuple[floa
     if all(each):
         ways.append([min(found, key=lambda r: r.us) for found in each])
     if not ways:
-        return 0.0, ""
+        return 0.0, 0.0, ""
     best = min(ways, key=lambda way: sum(r.us for r in way))
-    return sum(r.us for r in best), " + ".join(dict.fromkeys(r.name for r in best))
+    who = " + ".join(dict.fromkeys(r.name for r in best))
+    return sum(r.us for r in best), sum(r.us_burst for r in best), who
 
 
 def _own(record: KernelRecord) -> bool:
@@ -170,7 +180,7 @@ def kernel_table(records: Sequence[KernelRecord], brief: bool = False) -> str:
 
 
 def _run_table(records: Sequence[KernelRecord], brief: bool) -> str:
-    lines = _head(records[0])
+    lines = _head(records)
     if not brief:
         lines += _members(records)
     lines += _goal_lines(records)
@@ -197,22 +207,28 @@ def _goal_lines(records: Sequence[KernelRecord]) -> list[str]:
     lines: list[str] = []
     marks = reached(records)
     if marks:
-        lines += ["", f"{'goal':<31} {'rows':>6} {'goal us':>8} {'ours':>8} {'library':>8}"]
+        lines += [
+            "",
+            f"{'goal':<31} {'rows':>6} {'goal us':>8} {'ours':>8} {'cool':>8} {'library':>8}",
+        ]
     for mark in marks:
         goal = mark.goal
         ours = f"{mark.us:.1f}" if mark.us else "-"
+        cool = f"{mark.cool_us:.1f}" if mark.us else "-"
         peer = f"{mark.peer_us:.1f}" if mark.peer_us else "-"
         verdict = ""
         if mark.us:
             verdict = "reached" if mark.us <= goal.us else f"x {mark.us / goal.us:.2f}"
         who = f"{mark.name or '-'} / {mark.peer or '-'}"
         lines.append(
-            f"{goal.name:<31} {goal.rows:>6} {goal.us:>8g} {ours:>8} {peer:>8}  {verdict:<8} {who}"
+            f"{goal.name:<31} {goal.rows:>6} {goal.us:>8g} {ours:>8} {cool:>8} {peer:>8}"
+            f"  {verdict:<8} {who}"
         )
     return lines
 
 
-def _head(record: KernelRecord) -> list[str]:
+def _head(records: Sequence[KernelRecord]) -> list[str]:
+    record = records[0]
     machine, found = record.machine or {}, record.ceilings or {}
     rates = ", ".join(
         f"{name} {value / 1e12:.2f} {'TB/s' if name in ('copy', 'read') else 'TFLOP/s'}"
@@ -220,7 +236,9 @@ def _head(record: KernelRecord) -> list[str]:
         if value
     )
     versions = ", ".join(f"{name} {version}" for name, version in (record.versions or {}).items())
-    where = machine.get("card") or machine.get("cpu", "?")
+    where = str(machine.get("card") or machine.get("cpu", "?"))
+    rest_s = max(r.rest_s for r in records)
+    where += f", each alone after {rest_s:g} s of pause" if rest_s else ""
     return [f"kernels {record.when}, {where}", f"  {versions}", f"  ceilings: {rates}"]
 
 

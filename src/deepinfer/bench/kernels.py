@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 
 from deepinfer.bench.ceilings import Ceilings
 from deepinfer.bench.machine import describe_card, describe_machine, describe_versions
-from deepinfer.bench.points import Member, Shape, list_members
+from deepinfer.bench.points import Member, Shape, list_members, member_key
 from deepinfer.bench.records import record_of
 from deepinfer.device import pick_device
 
@@ -40,6 +40,7 @@ class KernelRecord:
     """One member timed, or why not.
 
     us        microseconds of a call, steady (`deepinfer.bench.timing`)
+    rest_s    timed alone, after so many seconds of pause; 0 = in alternation with others
     of_floor  share of the time below which the ceilings of the same run let no version go
     error     relative L2 against the fp32 reference, or the share of other integers
     failed    what went wrong, "" = nothing
@@ -59,6 +60,7 @@ class KernelRecord:
     mode: str = ""
     calls: int = 0
     sets: int = 0
+    rest_s: float = 0.0
     flops: float = 0.0
     bytes: float = 0.0
     floor_us: float = 0.0
@@ -95,6 +97,8 @@ def measure_kernels(
     compile_only: bool = False,
     first: Collection[tuple[str, int]] = (),
     keep: Callable[[list[KernelRecord]], None] = lambda records: None,
+    compared: Sequence[KernelRecord] = (),
+    rest_s: float = 0.0,
 ) -> list[KernelRecord]:
     """Compile and compare every member in `workers` processes, then time them in one.
 
@@ -103,6 +107,9 @@ def measure_kernels(
     compile_only  time nothing: records hold errors, and what failed
     first    (task, rows) to time before the others
     keep     called with the records of a task and row count once they are there
+    compared records whose errors are taken over, by key, instead of comparing once more; those of
+             other sources are not
+    rest_s   time each member alone after such a pause, 0 = those of a task in alternation
     """
     begin = time.monotonic()
     end = begin + seconds
@@ -112,8 +119,10 @@ def measure_kernels(
     tell(f"{len(members)} members on {arch}; compiling and comparing with {workers} workers")
     options = (device, shape, "1" if peers else "0")
     end_warm = time.monotonic() + (0.9 if compile_only else _WARM_SHARE) * seconds
-    checked, worker = _warm(members, options, workers, end_warm)
+    before = _compared(compared)
+    checked, worker = _warm([m for m in members if m.key not in before], options, workers, end_warm)
     tell(f"{time.monotonic() - begin:.0f} s, {len(checked)} compiled and compared")
+    checked = before | checked
     ceilings = Ceilings(**_expect(worker.ask("ceilings", [], _START_S)))
     common = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -128,7 +137,8 @@ def measure_kernels(
         keys = [m.key for m in group if "failed" not in checked.get(m.key, {"failed": ""})]
         keys = [] if compile_only else keys
         while keys and time.monotonic() < end:
-            answer = worker.ask("measure", keys, min(_MEASURE_S, end - time.monotonic() + 1.0))
+            limit_s = min(_MEASURE_S, end - time.monotonic() + 1.0)
+            answer = worker.ask("measure", keys[:1] if rest_s else keys, limit_s, rest_s)
             if "failed" in answer:  # the worker is lost, or the whole group is
                 timed[worker.at if worker.at in keys else keys[0]] = answer
                 worker = worker.again()
@@ -146,6 +156,16 @@ def measure_kernels(
             tell(f"{spent:.0f} s, {task}, {rows} rows: {_brief(group, timed)}")
     worker.close()
     return found
+
+
+def _compared(records: Sequence[KernelRecord]) -> dict[str, dict[str, Any]]:
+    """Return what comparing members of the same sources said, by key: those that passed through."""
+    sources = describe_versions().get("sources")
+    return {
+        member_key(r.task, r.rows, r.op, r.case, r.name): {"error": r.error, "first_s": r.first_s}
+        for r in records
+        if r.first_s is not None and r.versions and r.versions.get("sources") == sources
+    }
 
 
 def _turns(members: Sequence[Member], first: Collection[tuple[str, int]]) -> list[list[Member]]:
@@ -296,7 +316,9 @@ class _Worker:
             self._lines.put(line)
         self._lines.put(None)
 
-    def ask(self, mode: str, keys: Sequence[str], limit_s: float) -> dict[str, Any]:
+    def ask(
+        self, mode: str, keys: Sequence[str], limit_s: float, rest_s: float = 0.0
+    ) -> dict[str, Any]:
         """Ask and wait; an answer of {"failed": why} when it took too long or the worker ended."""
         if not self._ready and self._next("ready", _START_S) is None:
             return {"failed": "the worker did not start"}
@@ -304,7 +326,8 @@ class _Worker:
         assert self._process.stdin is not None
         self.at = keys[0] if keys else ""
         try:
-            self._process.stdin.write(json.dumps({"mode": mode, "keys": list(keys)}) + "\n")
+            request = {"mode": mode, "keys": list(keys), "rest_s": rest_s}
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except OSError:
             self.is_lost = True

@@ -1,7 +1,8 @@
 """Times members of one task in a process of its own, told over stdin, heard over stdout.
 
 `python -m deepinfer.bench.kernelworker DEVICE SHAPE PEERS`; a request is one JSON line
-{"mode": "ceilings" | "warm" | "measure", "keys": [..]}, an answer lines that begin with "@".
+{"mode": "ceilings" | "warm" | "measure", "keys": [..], "rest_s": seconds}, an answer lines that
+begin with "@".
 """
 
 from __future__ import annotations
@@ -38,8 +39,13 @@ def warm(member: Member, device: torch.device) -> dict[str, Any]:
     return {"error": error, "first_s": round(compiled_s, 2)}
 
 
-def measure(members: Sequence[Member], device: torch.device) -> dict[str, dict[str, Any]]:
-    """Time members in alternation: all cool, twice, then each under its own load."""
+def measure(
+    members: Sequence[Member], device: torch.device, rest_s: float = 0.0
+) -> dict[str, dict[str, Any]]:
+    """Time members in alternation: all cool, twice, then each under its own load.
+
+    rest_s  pause before a member is timed cool
+    """
     told: dict[str, dict[str, Any]] = {}
     clocks: dict[str, tuple[Clock, Work]] = {}
     for member in members:
@@ -54,6 +60,7 @@ def measure(members: Sequence[Member], device: torch.device) -> dict[str, dict[s
     for _ in range(2):
         for key, (clock, _work) in clocks.items():
             say("start", key)
+            time.sleep(rest_s)
             clock.burst()
     for key, (clock, _work) in clocks.items():
         say("start", key)
@@ -61,7 +68,7 @@ def measure(members: Sequence[Member], device: torch.device) -> dict[str, dict[s
         clock.later()
     for key, (clock, work) in clocks.items():
         timing = dataclasses.asdict(clock.timing())
-        told[key] = timing | {"flops": work.flops, "bytes": work.bytes}
+        told[key] = timing | {"flops": work.flops, "bytes": work.bytes, "rest_s": rest_s}
         clock.close()
     return told
 
@@ -105,7 +112,8 @@ def main(argv: Sequence[str]) -> int:
                     answer = warm(members[request["keys"][0]], device)
                 else:
                     with shared_inputs():
-                        answer = measure([members[key] for key in request["keys"]], device)
+                        keys, rest_s = request["keys"], request["rest_s"]
+                        answer = measure([members[key] for key in keys], device, rest_s)
         except Exception as error:
             say("answer", _failure(error))
         else:

@@ -24,7 +24,8 @@ from deepinfer.kernels.libraries import LIBRARIES, is_usable
 from deepinfer.kernels.table import TABLE, Implementation
 
 __all__ = [
-    "Member", "Work", "clone_set", "list_members", "op_work", "shared_inputs", "stored_bytes",
+    "Member", "Work", "clone_set", "list_members", "member_key", "op_work", "shared_inputs",
+    "stored_bytes",
 ]  # fmt: skip
 
 Shape = Literal["small", "real"]
@@ -86,7 +87,12 @@ class Member:
     @property
     def key(self) -> str:
         """Name it among all members."""
-        return f"{self.task} | {self.rows} | {self.op or 'peer'} | {self.case} | {self.name}"
+        return member_key(self.task, self.rows, self.op, self.case, self.name)
+
+
+def member_key(task: str, rows: int, op: str, case: str, name: str) -> str:
+    """Name a member among all."""
+    return f"{task} | {rows} | {op or 'peer'} | {case} | {name}"
 
 
 def list_members(

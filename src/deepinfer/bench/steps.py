@@ -61,6 +61,7 @@ class Asked:
     keep       under bounded replay, the positions that the decoder half runs
     use        (op, implementation) to take instead of the table's first
     numerics   the engine's settings, None = the fastest of them
+    branches   recorded steps have branches
     settings   those that differ from the defaults, for the record
     """
 
@@ -76,6 +77,7 @@ class Asked:
     seed: int = 0
     use: tuple[tuple[str, str], ...] = ()
     numerics: NumericsConfig | None = None
+    branches: bool = True
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -305,6 +307,7 @@ def _prepare(
             numerics=asked.numerics,
         )
         bench.weight_bytes = bench.weight_bytes or weight_bytes
+        bench.model.branch(asked.branches)
         if prefill:
             return bench, prefill_step(bench, bench.prefill_inputs(asked.replay, asked.keep))
         return bench, decode_step(bench, bench.decode_inputs())

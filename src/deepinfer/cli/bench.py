@@ -138,6 +138,20 @@ def _add_kernels(forms: SubParsers[argparse.ArgumentParser]) -> None:
     kernels.add_argument(
         "--compile-only", action="store_true", help="compile and compare, time nothing"
     )
+    kernels.add_argument(
+        "--compared",
+        metavar="FILE",
+        help="take errors from records of the same sources, such as --compile-only wrote",
+    )
+    kernels.add_argument(
+        "--alone",
+        type=float,
+        nargs="?",
+        default=0.0,
+        const=0.5,
+        metavar="SECONDS",
+        help="time each member by itself after a pause of SECONDS (0.5), not in alternation",
+    )
     kernels.add_argument("--peers", action="store_true", help="installed libraries beside ours")
     kernels.add_argument(
         "--skip", action="append", default=[], metavar="NAME", help="leave out an implementation"
@@ -319,6 +333,7 @@ def _run_steps(args: argparse.Namespace) -> int:
         split=not args.no_split,
         use=tuple((op, name) for op, _, name in (text.partition("=") for text in args.use)),
         numerics=settings.numerics,
+        branches=settings.scheduling.graph_branches,
         settings=changed_settings(settings),
     )
 
@@ -348,7 +363,7 @@ def _run_steps(args: argparse.Namespace) -> int:
 
 def _run_kernels(args: argparse.Namespace) -> int:
     from deepinfer.bench.kernelreport import GOAL_POINTS, kernel_table
-    from deepinfer.bench.kernels import measure_kernels
+    from deepinfer.bench.kernels import measure_kernels, read_record
     from deepinfer.bench.plot import draw_kernels, require_matplotlib
     from deepinfer.device import pick_device
 
@@ -358,6 +373,9 @@ def _run_kernels(args: argparse.Namespace) -> int:
     if out is not None:
         append(out, [])
     on_card = pick_device(args.device).capability.arch != "cpu"
+    compared = []
+    if args.compared is not None:
+        compared = read_lines(Path(args.compared).expanduser(), read_record)
     records = measure_kernels(
         args.device,
         args.shape or ("real" if on_card else "small"),
@@ -371,6 +389,8 @@ def _run_kernels(args: argparse.Namespace) -> int:
         args.compile_only,
         GOAL_POINTS,
         lambda part: None if out is None else append(out, part),
+        compared,
+        args.alone,
     )
     if out is not None:
         note(f"{out}: {len(records)} records added")
