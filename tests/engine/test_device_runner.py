@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-import deepinfer.llm
+import deepinfer.assembly
 from deepinfer.engine import device_runner
 from deepinfer.engine.device_runner import DeviceRunner, settle
 from deepinfer.engine.graphs import GraphCache, StepKey, bound_bucket, draft_bucket, row_bucket
 from deepinfer.engine.request import Completion, SamplingParams
+from deepinfer.engine.speculation import Choice
 from deepinfer.llm import LLM
 
 DRAFTS = {"speculation.num_drafts": 3, "cache.tokens_per_block": 32}
@@ -35,7 +36,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     made: list[LLM] = []
 
     def start(model: str = "golden", **settings: object) -> LLM:
-        monkeypatch.setattr(deepinfer.llm, "make_runner", make)
+        monkeypatch.setattr(deepinfer.assembly, "make_runner", make)
         made.append(LLM(model, device="cpu", config=settings))
         monkeypatch.undo()
         return made[-1]
@@ -168,6 +169,73 @@ def test_a_step_is_recorded_at_its_second_run() -> None:
     assert [plain.run(key, lambda: 7) for _ in range(3)] == [7, 7, 7]
 
 
+def test_larger_recordings_serve_until_they_have_wasted_a_recording() -> None:
+    cache = _Recorder(enabled=True)
+    wide = StepKey(4, 16, 512, True, True, True, "greedy")
+    key = wide._replace(rows=8)
+
+    def step(key: StepKey, wide: StepKey = wide) -> StepKey:
+        found = cache.choose(key, wide)
+        cache.run(found, lambda: 0)
+        return found
+
+    assert [step(key) for _ in range(3)] == [wide] * 3 and cache.num_recorded == 1
+    less = wide._replace(sequences=2, rows=2, drafted=False, budgeted=False)
+    assert step(less) == wide, "a step without drafts is one that verifies none"
+    own = [wide._replace(propose=False), wide._replace(draws="draw"), wide._replace(rows=17)]
+    own += [wide._replace(most_tokens=2048), wide._replace(sequences=8)]
+    assert [cache.choose(other, other) for other in own] == own, "no recording serves these"
+    for _ in range(100):
+        step(key)
+    assert cache.choose(key, wide) == key in cache._graphs and cache.num_recorded == 2
+    assert step(less) == key, "of those that serve, the one of fewest rows"
+    assert step(less._replace(rows=12)) == wide
+    off: GraphCache[int] = GraphCache(enabled=False)
+    assert off.choose(key, wide) == key
+
+
+class _Again(GraphCache[tuple[torch.Tensor, ...]]):
+    """Recordings that run the work of when they were made."""
+
+    def _record(self, key: StepKey, work: Callable[[], tuple[torch.Tensor, ...]]) -> object:
+        made: list[torch.Tensor] = []
+
+        def replay(_: object) -> None:
+            made[:] = work()
+
+        self.num_recorded += 1
+        self._graphs[key] = type("Graph", (), {"replay": replay})(), made
+        return self._graphs[key]
+
+
+def test_steps_in_larger_recordings_have_the_same_outcomes(on_device: Callable[..., LLM]) -> None:
+    """Streams end apart, budgets change, drafts come and go: few recordings serve all steps."""
+    sizes = {**DRAFTS, "scheduling.max_num_seqs": 4, "scheduling.max_model_len": 512}
+    prompts = [[5 + i] * (3 + 2 * i) for i in range(6)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=6 + 3 * (i % 4), ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    with LLM("golden", device="cpu", config=sizes) as plain:
+        want = [outcome(r) for r in plain.generate(prompts, params)]
+    llm = on_device(**sizes)
+    runner = llm._loop.executor._runner
+    runner.graphs, runner._varies = _Again(enabled=True), True
+    keys: set[StepKey] = set()
+    asked, choose = set(), runner.graphs.choose
+    rng = np.random.default_rng(3)
+
+    def chosen(key: StepKey, wide: StepKey) -> StepKey:
+        asked.add(key)
+        keys.add(found := choose(key, wide))
+        return found
+
+    runner.graphs.choose = chosen
+    llm.planner.choose = lambda _: Choice(3, int(rng.integers(0, 13)), bool(rng.random() < 0.8))
+    assert [outcome(r) for r in llm.generate(prompts, params)] == want
+    assert len(keys) <= 6 and len(asked) >= 2 * len(keys), (keys, asked)
+
+
 def test_usual_steps_are_recorded_at_the_start(
     on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,9 +248,11 @@ def test_usual_steps_are_recorded_at_the_start(
     before = runner.caches.slots.clone(), runner.state.length.clone(), runner.state.drafts.clone()
     runner.prepare()
     found = list(runner.graphs._graphs)
-    assert found[0] == max(found) and len(set(found)) == len(found) == 7
-    assert {(key.sequences, key.rows) for key in found} == {
-        (n, n * each) for n in (1, 2, 4) for each in (1, 4)
+    assert found[0] == max(found) and len(set(found)) == len(found) == 10
+    assert {(key.sequences, key.rows, key.propose) for key in found} == {
+        (n, n * each, makes)
+        for n in (1, 2, 4)
+        for each, makes in ((1, False), (1, True), (4, True))
     }
     after = runner.caches.slots, runner.state.length, runner.state.drafts
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(before, after, strict=True))

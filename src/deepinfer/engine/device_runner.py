@@ -259,23 +259,28 @@ class DeviceRunner(Runner):
                     break
 
     def _usual(self) -> Iterator[StepKey]:
-        """Yield the largest step, then each number of sequences with all drafts and with none."""
+        """Yield the largest step, then numbers of sequences, powers of two first: with all drafts,
+        and where drafts vary with none, and without making any.
+        """
         drafts = 0 if self.drafter is None else self.drafter.num_drafts
         least = bound_bucket(1, self._least_bound, self._most_tokens)
-        sizes = sorted({row_bucket(n) for n in range(1, self._most_sequences + 1)}, reverse=True)
+        sizes = {row_bucket(n) for n in range(1, self._most_sequences + 1)}
+        largest = max(sizes)
         bounds = [bound_bucket(self._most_tokens, self._least_bound, self._most_tokens), least]
-        keys = [(sizes[0], bounds[0], drafts)]
-        keys += [(size, least, drafts) for size in sizes]
+        kinds = [(drafts, drafts > 0)]
         if drafts and self._varies:
-            keys += [(size, least, 0) for size in sizes]
-        for sequences, bound, each in dict.fromkeys(keys):
+            kinds += [(0, False), (0, True)]
+        keys = [(largest, bounds[0], *kinds[0])]
+        for size in sorted(sizes, key=lambda n: (n.bit_count() > 1 and n < largest, -n)):
+            keys += [(size, least, *kind) for kind in kinds]
+        for sequences, bound, each, proposes in dict.fromkeys(keys):
             yield StepKey(
                 sequences,
                 draft_bucket(sequences, sequences * each),
                 bound,
                 each > 0,
                 each > 0 and self._varies,
-                self.drafter is not None,
+                proposes,
                 "greedy",
             )
 
@@ -363,7 +368,8 @@ class DeviceRunner(Runner):
             self.drafter is not None and plan.propose,
             None if plan.needs_masks else self.sampler.plainness(names),
         )
-        self._give(rows, asked, budget or 0)
+        key = self.graphs.choose(key, self._wide(key))
+        self._give(rows, asked, sum(asked) if budget is None else budget)
         launched = _Launched(plan, rows, self._charge(rows))
         if key.draws is not None:
             packed, *rest = self.graphs.run(key, lambda: self._whole(key, names))
@@ -376,6 +382,17 @@ class DeviceRunner(Runner):
         if plan.needs_masks:
             allowed = self._allowed(masks(), plan, found.step, key.rows)
         return self._send(launched, *self._draw_all(found, logits, names, allowed, key.propose))
+
+    def _wide(self, key: StepKey) -> StepKey:
+        """Return the key of steps like this that verify all drafts, which serves all budgets."""
+        if self.drafter is None or not (key.drafted or key.propose):
+            return key
+        drafts = key.sequences * self.drafter.num_drafts
+        return key._replace(
+            rows=draft_bucket(key.sequences, drafts),
+            drafted=True,
+            budgeted=key.budgeted or self._varies,
+        )
 
     def _give(self, rows: Sequence[RowPlan], asked: Sequence[int], budget: int) -> None:
         """Hand the device what it needs of a plan, in one copy."""

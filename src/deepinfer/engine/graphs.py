@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -12,6 +12,12 @@ import torch
 __all__ = ["GraphCache", "Played", "StepKey", "bound_bucket", "draft_bucket", "row_bucket"]
 
 _log = logging.getLogger(__name__)
+
+_PAYS = 24.0
+"""A recording takes as long as about so many steps: once as it is, once recorded."""
+
+_LEAST_WASTE = 0.1
+"""What a larger recording costs of a step that has as many rows."""
 
 T = TypeVar("T")
 
@@ -35,6 +41,20 @@ class StepKey(NamedTuple):
     budgeted: bool
     propose: bool
     draws: str | None
+
+    def serves(self, other: StepKey) -> bool:
+        """Whether a step of the other key may be run as one of this, with more padding.
+
+        Drafts are a wider step's where none is verified; a budget is its where all are verified.
+        """
+        return (
+            self.sequences >= other.sequences
+            and self.rows >= other.rows
+            and self.most_tokens >= other.most_tokens
+            and self.drafted >= other.drafted
+            and self.budgeted >= other.budgeted
+            and (self.propose, self.draws) == (other.propose, other.draws)
+        )
 
 
 def row_bucket(count: int) -> int:
@@ -114,6 +134,9 @@ class GraphCache(Generic[T]):
     The first run compiles what is not compiled yet; recorded is the second. A recording's results
     lie in memory of the pool that all share, and are overwritten by the next run of any.
 
+    Where a larger recording serves, it is played, and a recording of the key's own is made when
+    what that wasted has come to what the recording takes.
+
     enabled   False runs everything as it is
     played    whether the last run was a recording's
     strict    raise when work cannot be recorded; else say so once and go on without recordings
@@ -127,9 +150,24 @@ class GraphCache(Generic[T]):
         self._strict = strict
         self._most = most
         self._seen: set[StepKey] = set()
+        self._wasted: defaultdict[StepKey, float] = defaultdict(float)  # in steps
         self._graphs: OrderedDict[StepKey, tuple[torch.cuda.CUDAGraph, T]] = OrderedDict()
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+
+    def choose(self, key: StepKey, wide: StepKey) -> StepKey:
+        """Return the key to run a step as: its own, or a larger one that is recorded.
+
+        wide  serves the key and others like it; recorded first where nothing serves
+        """
+        if not self.enabled or key in self._graphs or self._wasted[key] >= _PAYS:
+            return key
+        served = [other for other in self._graphs if other.serves(key)]
+        if not served:
+            return wide
+        found = min(served, key=lambda k: (k.rows, k.most_tokens, k.sequences))
+        self._wasted[key] += max(_LEAST_WASTE, 1 - key.rows / found.rows)
+        return found
 
     def run(self, key: StepKey, work: Callable[[], T]) -> T:
         """Run work, which depends on the key and on the contents of fixed tensors alone."""
