@@ -24,6 +24,7 @@ from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cache_io.reference import cache_store
 from deepinfer.kernels.expert_linear import gate as expert_gate
 from deepinfer.kernels.expert_linear.reference import swiglu
+from deepinfer.kernels.grouping import Terms, whole
 from deepinfer.kernels.hyper.reference import hyper_collapse, hyper_expand, hyper_mix
 from deepinfer.kernels.hyper_site import SiteWeights
 from deepinfer.kernels.hyper_site import sm90 as site
@@ -266,6 +267,12 @@ def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(
         assert all(torch.equal(x, y) for x, y in zip(got[2:], alone, strict=True))
         for mine, theirs in zip(got[2:], mix, strict=True):
             assert ((mine - theirs).abs() <= 4e-5 * theirs.square().mean().sqrt()).all()
+        place = torch.stack([torch.randperm(40, generator=gen)[:5] for _ in range(num)])
+        place[1, 2:] = place[2] = -1
+        terms = Terms(torch.randn(40, 5120, generator=gen).bfloat16(), place, y)
+        added = site.hyper_site(h, terms, post, comb, pre, weights, 1e-20, 1e-6, 20)
+        want = site.hyper_site(h, whole(terms), post, comb, pre, weights, 1e-20, 1e-6, 20)
+        assert all(torch.equal(x, y) for x, y in zip(added, want, strict=True))
         first = first or [x[:3] for x in got]
         assert all(torch.equal(x[:3], y) for x, y in zip(got, first, strict=True))
 

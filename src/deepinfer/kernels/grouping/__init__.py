@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Groups", "combine", "group"]
+__all__ = ["Groups", "Terms", "combine", "group", "whole"]
 
 
 class Groups(NamedTuple):
@@ -29,6 +29,14 @@ class Groups(NamedTuple):
     weights: Tensor
     place: Tensor
     offsets: Tensor
+
+
+class Terms(NamedTuple):
+    """What `combine` adds up, where a hyper-connection site does so as it reads its input."""
+
+    routed: Tensor
+    place: Tensor
+    shared: Tensor
 
 
 def group(chosen: Tensor, weight: Tensor, num_experts: int, live: Tensor | None = None) -> Groups:
@@ -81,3 +89,8 @@ def combine(routed: Tensor, place: Tensor, shared: Tensor) -> Tensor:
         terms = routed[column.clamp(min=0)].float()
         total = total + terms.masked_fill(column[:, None] < 0, 0.0)
     return (total + shared.float()).to(shared.dtype)
+
+
+def whole(out: Tensor | Terms) -> Tensor:
+    """Return an output as one tensor, terms added up."""
+    return out if isinstance(out, Tensor) else combine(*out)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from deepinfer.kernels.contract import check
+from deepinfer.kernels.grouping import Terms
 from deepinfer.kernels.hyper_site import reference
 from deepinfer.kernels.linear import DenseWeight
 
@@ -29,15 +30,16 @@ class SiteWeights(NamedTuple):
 
 Site = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 RoundedSite = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-_Impl = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, SiteWeights, float, float, int], Site]
+_Output = Tensor | Terms
+_Impl = Callable[[Tensor, _Output, Tensor, Tensor, Tensor, SiteWeights, float, float, int], Site]
 _Rounded = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, SiteWeights, float, float, int], RoundedSite
+    [Tensor, _Output, Tensor, Tensor, Tensor, SiteWeights, float, float, int], RoundedSite
 ]
 
 
 def hyper_site(
     h: Tensor,
-    y: Tensor,
+    y: Tensor | Terms,
     post: Tensor,
     comb: Tensor,
     pre: Tensor,
@@ -50,7 +52,8 @@ def hyper_site(
 ) -> Site:
     """Write an output into the streams, and take the next sublayer's input and coefficients.
 
-    h        [T, M, C]  streams, y [T, C] the sublayer's output; bf16 or fp32
+    h        [T, M, C]  streams, y [T, C] the sublayer's output; bf16 or fp32. The output may be
+             terms that are still to be added up
     post     [T, M], comb [T, M, M]  fp32, of the sublayer that ends
     pre      [T, M]     fp32, the mix for the sublayer that begins
     weights  of the sublayer that begins
@@ -64,7 +67,7 @@ def hyper_site(
 
 def hyper_site_rounded(
     h: Tensor,
-    y: Tensor,
+    y: Tensor | Terms,
     post: Tensor,
     comb: Tensor,
     pre: Tensor,
@@ -81,8 +84,17 @@ def hyper_site_rounded(
 
 
 def _check(
-    op: str, h: Tensor, y: Tensor, post: Tensor, comb: Tensor, pre: Tensor, weights: SiteWeights
+    op: str,
+    h: Tensor,
+    y: Tensor | Terms,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    weights: SiteWeights,
 ) -> None:
+    if not isinstance(y, Tensor):
+        check(op, ("y.routed", y.routed, "_ C"), ("h", h, "T _ C"), ("y.place", y.place, "T _"))
+        y = y.shared
     check(
         op,
         ("h", h, "T M C"),

@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from deepinfer.kernels.grouping import whole
 from deepinfer.kernels.hyper import reference as hyper
 from deepinfer.kernels.quantize.reference import round_trip
 from deepinfer.kernels.rms_norm.reference import rms_norm
 
 if TYPE_CHECKING:
+    from deepinfer.kernels.grouping import Terms
     from deepinfer.kernels.hyper_site import RoundedSite, Site, SiteWeights
 
 
 def hyper_site(
     h: Tensor,
-    y: Tensor,
+    y: Tensor | Terms,
     post: Tensor,
     comb: Tensor,
     pre: Tensor,
@@ -26,7 +28,7 @@ def hyper_site(
     iters: int,
 ) -> Site:
     """Expand, collapse and norm, mix."""
-    streams = hyper.hyper_expand(h, y, post, comb)
+    streams = hyper.hyper_expand(h, whole(y), post, comb)
     x = rms_norm(hyper.hyper_collapse(streams, pre), weights.norm, norm_eps)
     mix = hyper.hyper_mix(streams, weights.fn, weights.scale, weights.base, norm_eps, hc_eps, iters)
     return streams, x, *mix
@@ -34,7 +36,7 @@ def hyper_site(
 
 def hyper_site_rounded(
     h: Tensor,
-    y: Tensor,
+    y: Tensor | Terms,
     post: Tensor,
     comb: Tensor,
     pre: Tensor,

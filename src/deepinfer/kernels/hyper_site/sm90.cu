@@ -15,6 +15,9 @@
 // rows are spread over all groups. Where an iteration of the coefficients changes nothing but the last
 // bits, those that follow are left out.
 //
+// The output may come as terms: rows of what experts returned, which are added up in the order of
+// their places, and another row last.
+//
 // Without an output the streams stay as they are: only the coefficients are made. A launch may begin
 // while the kernel before it ends, since the projection does not come from there.
 //
@@ -50,6 +53,8 @@ constexpr int kRow = kDepth * 2 + 16;                  // bytes of a token's str
 constexpr int kLag = 2;                                // tiles between publishing and coming back
 constexpr int kInputs = kTokens * kSlice * 2;          // bytes of a tile's mixed input
 constexpr int kCells = kTokens * kOut;
+constexpr int kTerms = 6;                              // of a token's output, at most
+constexpr u32 kNone = 0xFFFFFFFFu;                     // place of a term that is not there
 constexpr float kSettled = 0x1p-22f;
 // Counts of a tile until it is done with, with and without the normed input.
 template <bool WHOLE>
@@ -64,7 +69,9 @@ struct Site {
   float *new_pre, *new_post, *new_comb;
   float *sums, *squares;               // published: [tiles, slices, 16, 24], [.., 16, 2]
   u32* counters;                       // [tiles], zero before and after
-  int num_rows, groups, iters;
+  const u16* terms;                    // [P, C], or null: y is the whole output
+  const int64_t* places;               // [T, num_terms], rows of terms, -1 = none
+  int num_rows, groups, iters, num_terms;
   float norm_eps, hc_eps;
 };
 
@@ -180,7 +187,7 @@ __device__ inline void coefficients(const Site& p, const float* params, const fl
 constexpr int kShared = kWeights + kTokens * kRow + (kLag + 1) * kInputs + kWarps * kCells * 4 +
                         kWarps * 24 * 4 + 32 * (kOut + 1) * 4 + (kLag + 1) * kTokens * 4 + 16 + 112 + kSlice * 2;
 
-template <bool WHOLE>
+template <bool WHOLE, bool SUMS>
 __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   SHARED(memory);
   unsigned char* weights = memory;
@@ -278,7 +285,14 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
 
   const int channel = slice * kSlice + lane * 8;
   uint4 v[5];  // streams and output of this warp's token
+  uint4 term[SUMS ? kTerms : 1];
+  u32 place = kNone;  // of this lane's term of the token that is read next
   float coef = 0.f;
+  auto find = [&](int i) {
+    if (!SUMS || i >= num_tiles || warp >= rows_of(i)) return;
+    const int64_t at = static_cast<int64_t>(row_of(i, warp)) * p.num_terms + lane;
+    place = lane < p.num_terms ? static_cast<u32>(p.places[at]) : kNone;
+  };
   auto read = [&](int i) {
     if (warp >= rows_of(i)) return;
     const int row = row_of(i, warp);
@@ -287,11 +301,25 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
     for (int j = 0; j < kStreams; ++j) v[j] = load_once(from + j * kWidth);
     if (!WHOLE) return;
     v[4] = load_once(p.y + static_cast<int64_t>(row) * kWidth + channel);
+    if (SUMS) {
+      u32 least = 0;
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t) {
+        const u32 next = __reduce_min_sync(kFull, place >= least ? place : kNone);
+        term[t] = make_uint4(0, 0, 0, 0);
+        if (next != kNone) {
+          term[t] = load_once(p.terms + static_cast<int64_t>(next) * kWidth + channel);
+        }
+        least = next + (next != kNone);
+      }
+      find(i + 1);
+    }
     if (lane < 24) {
       coef = lane < 4 ? p.post[row * 4 + lane]
                       : lane < 8 ? p.pre[row * 4 + lane - 4] : p.comb[row * 16 + lane - 8];
     }
   };
+  find(0);
   read(0);
   if (WHOLE && warp == 0) {
     *reinterpret_cast<uint4*>(gains + lane * 16) = load_once(p.norm_weight + channel);
@@ -311,6 +339,15 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
         for (int j = 0; j < 4; ++j) comb[j].load(coefs + warp * 24 + 8 + 4 * j);
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
+          if (SUMS) {
+            float y0 = 0.f, y1 = 0.f;
+#pragma unroll
+            for (int t = 0; t < kTerms; ++t) {
+              y0 += low_half(word(term[t], q)), y1 += high_half(word(term[t], q));
+            }
+            y0 += low_half(word(v[4], q)), y1 += high_half(word(v[4], q));
+            set_word(v[4], q, bf16_pair(y0, y1));
+          }
           const float y0 = low_half(word(v[4], q)), y1 = high_half(word(v[4], q));
           float h0[4], h1[4], x0 = 0.f, x1 = 0.f;
 #pragma unroll
@@ -419,18 +456,18 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   }
 }
 
-template <bool WHOLE>
+template <bool WHOLE, bool SUMS = false>
 int run(const Site& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(p.groups * kSlices));
 #ifdef HOST_TWIN
-  host::launch_together(grid, dim3(kThreads), kShared, [&] { site_kernel<WHOLE>(p); });
+  host::launch_together(grid, dim3(kThreads), kShared, [&] { site_kernel<WHOLE, SUMS>(p); });
   return 0;
 #else
   const cudaError_t status = cudaFuncSetAttribute(
-      site_kernel<WHOLE>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+      site_kernel<WHOLE, SUMS>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (status != cudaSuccess) return static_cast<int>(status);
   return static_cast<int>(
-      LAUNCH_NEXT(site_kernel<WHOLE>, grid, dim3(kThreads), kShared, stream, p));
+      LAUNCH_NEXT(site_kernel<WHOLE, SUMS>, grid, dim3(kThreads), kShared, stream, p));
 #endif
 }
 
@@ -439,12 +476,14 @@ int run(const Site& p, cudaStream_t stream) {
 // Streams, outputs and the norm's weight are bf16, coefficients fp32; fn as `Site` says. 20 * groups
 // blocks, no more than the card runs at once, and no more groups than rows. sums,
 // squares: room for [tiles, 20, 16, 24] and [tiles, 20, 16, 2] floats. rounded may be null: x with
-// ACT8 behind is not made. Without y (null) only the coefficients of h are made; of the others
+// ACT8 behind is not made. Terms, or null: rows at places [rows, num_terms <= 6] that belong to y,
+// which comes last. Without y (null) only the coefficients of h are made; of the others
 // norm_weight, post, comb, pre, streams, x and rounded are null too.
 extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight, const void* post,
                           const void* comb, const void* pre, const void* fn, const void* scale,
                           const void* base, void* streams, void* x, void* rounded, void* new_pre,
                           void* new_post, void* new_comb, void* sums, void* squares, void* counters,
+                          const void* terms, const void* places, long long num_terms,
                           long long num_rows, long long groups, long long iters, double norm_eps,
                           double hc_eps, cudaStream_t stream) {
   Site p;
@@ -459,8 +498,11 @@ extern "C" int hyper_site(const void* h, const void* y, const void* norm_weight,
   p.new_comb = static_cast<float*>(new_comb);
   p.sums = static_cast<float*>(sums), p.squares = static_cast<float*>(squares);
   p.counters = static_cast<u32*>(counters);
+  p.terms = static_cast<const u16*>(terms), p.places = static_cast<const int64_t*>(places);
+  p.num_terms = static_cast<int>(num_terms);
   p.num_rows = static_cast<int>(num_rows), p.groups = static_cast<int>(groups);
   p.iters = static_cast<int>(iters);
   p.norm_eps = static_cast<float>(norm_eps), p.hc_eps = static_cast<float>(hc_eps);
+  if (terms != nullptr) return run<true, true>(p, stream);
   return y == nullptr ? run<false>(p, stream) : run<true>(p, stream);
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvcc
+from deepinfer.kernels.grouping import Terms, whole
 from deepinfer.kernels.hyper_site import triton
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ SOURCE: Final = Path(__file__).with_name("sm90.cu")
 STREAMS, WIDTH, OUTPUTS = 4, 5120, 24
 SLICES, TILE, LEAST = 20, 16, 4
 MOST_ROWS: Final = 8192  # of one launch
+MOST_TERMS: Final = 6  # besides the one that comes last
 
 
 def groups(num_rows: int, processors: int) -> int:
@@ -93,7 +95,7 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 def hyper_site(
     h: Tensor,
-    y: Tensor,
+    y: Tensor | Terms,
     post: Tensor,
     comb: Tensor,
     pre: Tensor,
@@ -112,7 +114,7 @@ def hyper_site(
 
 def hyper_site_rounded(
     h: Tensor,
-    y: Tensor,
+    y: Tensor | Terms,
     post: Tensor,
     comb: Tensor,
     pre: Tensor,
@@ -124,14 +126,14 @@ def hyper_site_rounded(
     """As the reference."""
     if not accepts(h, weights):
         return triton.hyper_site_rounded(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters)
-    rounded = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    rounded = h.new_empty(h.shape[0], WIDTH)
     site = _run(h, y, post, comb, pre, weights, norm_eps, hc_eps, iters, None, rounded)
     return *site, rounded
 
 
 def _run(
     h: Tensor,
-    y: Tensor,
+    y: Tensor | Terms,
     post: Tensor,
     comb: Tensor,
     pre: Tensor,
@@ -143,7 +145,10 @@ def _run(
     rounded: Tensor | None,
 ) -> Site:
     """Launch for as many rows at a time as the workspace holds."""
-    h, y, post, comb, pre = (x.contiguous() for x in (h, y, post, comb, pre))
+    routed = place = None
+    if isinstance(y, Terms) and y.place.shape[1] <= MOST_TERMS and y.routed.dtype == h.dtype:
+        routed, place, y = y.routed.contiguous(), y.place.contiguous(), y.shared
+    h, y, post, comb, pre = (x.contiguous() for x in (h, whole(y), post, comb, pre))
     streams, x, new_pre, new_post, new_comb = (torch.empty_like(t) for t in (h, y, pre, post, comb))
     norm, (fn, scale, base) = weights.norm, weights[:3]
     for begin, rows in _launches(h.shape[0]):
@@ -152,7 +157,8 @@ def _run(
             nvcc.load(SOURCE), "hyper_site", h.device, h[part], y[part], norm, post[part],
             comb[part], pre[part], prepared(fn), scale, base, streams[part], x[part],
             None if rounded is None else rounded[part], new_pre[part], new_post[part],
-            new_comb[part], *_workspace(h.device), rows,
+            new_comb[part], *_workspace(h.device), routed,
+            None if place is None else place[part], 0 if place is None else place.shape[1], rows,
             num_groups or groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
         )  # fmt: skip
     return streams, x, new_pre, new_post, new_comb
@@ -175,8 +181,8 @@ def coefficients(
         part = slice(begin, begin + rows)
         nvcc.call(
             nvcc.load(SOURCE), "hyper_site", h.device, h[part], *[None] * 5, prepared(fn), scale,
-            base, None, None, None, pre[part], post[part], comb[part], *_workspace(h.device), rows,
-            groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
+            base, None, None, None, pre[part], post[part], comb[part], *_workspace(h.device), None,
+            None, 0, rows, groups(rows, nvcc.processors(h.device)), iters, norm_eps, hc_eps,
         )  # fmt: skip
     return pre, post, comb
 
