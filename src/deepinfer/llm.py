@@ -1,4 +1,4 @@
-"""LLM: the public engine. Builds the parts from a config, joins them, turns calls into requests.
+"""LLM: the public engine. Joins the parts that `assembly` builds and turns calls into requests.
 
 Owns request ids, seeds, text in and out, and who gets which completion. What runs when is the
 scheduler's matter. Threads take turns: whatever touches the engine waits for the step that runs.
@@ -18,22 +18,21 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import torch
 
-from deepinfer.cache.blocks import BlockPool
-from deepinfer.cache.layout import CacheLayout
+from deepinfer.assembly import (
+    Blueprint,
+    build_parts,
+    check_settings,
+    make_scheduler,
+    set_cpu_threads,
+)
 from deepinfer.cache.live import live_shapes
-from deepinfer.cache.prefix import PrefixCache
-from deepinfer.cache.slots import SlotPool
-from deepinfer.cache.tensors import Caches
 from deepinfer.chat.messages import MessageLike, ResponseFormat, Tool
-from deepinfer.chat.token_map import load_token_map
 from deepinfer.chat.tokenizer import Tokenizer
 from deepinfer.cluster.launch import Membership, Started, join, rank_device
 from deepinfer.cluster.loop import GroupLoop, Hooks
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_engine_config, load_model_config, resolve_model
-from deepinfer.config.mesh import num_slots
 from deepinfer.config.model import ModelConfig
 from deepinfer.device import pick_device
 from deepinfer.device.queue import InlineQueue, ThreadQueue
@@ -45,16 +44,12 @@ from deepinfer.dialog.chat import (
     make_turns,
     stream_answers,
 )
-from deepinfer.engine.calibrate import make_drafter, make_planner
 from deepinfer.engine.commit import Gate
-from deepinfer.engine.device_runner import DeviceRunner, make_runner, settle
+from deepinfer.engine.device_runner import DeviceRunner
 from deepinfer.engine.driver import EngineDriver
-from deepinfer.engine.effective import cpu_threads, overlaps
+from deepinfer.engine.effective import overlaps
 from deepinfer.engine.executor import Executor, InProcessExecutor
-from deepinfer.engine.graphs import row_bucket
 from deepinfer.engine.loop import EngineLoop, interrupt_after
-from deepinfer.engine.masks import MaskBuffer
-from deepinfer.engine.memory import plan_caches
 from deepinfer.engine.prompts import (
     BadPrompt,
     Prompt,
@@ -65,13 +60,8 @@ from deepinfer.engine.prompts import (
 )
 from deepinfer.engine.replay import keep_tokens
 from deepinfer.engine.request import Chunk, Completion, FinishReason, Request, SamplingParams
-from deepinfer.engine.runner import Runner, host_rows
-from deepinfer.engine.scheduler import Limits, Scheduler
-from deepinfer.engine.shapes import Shapes, fill_matchers
-from deepinfer.engine.sizing import Sizes, max_rollback, token_budgets
+from deepinfer.engine.shapes import Shapes
 from deepinfer.engine.snapshot import ResumedGate, State, contradictions, fingerprint, mismatches
-from deepinfer.engine.speculation import check_speculation
-from deepinfer.engine.state import SlotState
 from deepinfer.engine.stats import EngineStats
 from deepinfer.engine.text import TextStream
 from deepinfer.engine.turn import Turn
@@ -79,44 +69,19 @@ from deepinfer.errors import (
     ConfigError,
     RequestError,
     StateError,
-    TokenizerError,
     UnsupportedError,
 )
 from deepinfer.grammar.report import Report
 from deepinfer.grammar.spec import Structured
-from deepinfer.model.fast.balanced import make_balancer
-from deepinfer.model.fast.context import ContextShare
-from deepinfer.model.fast.model import FastModel, resolve_numerics
-from deepinfer.parallel.experts import ExpertRanks, RowShape, make_exchange
+from deepinfer.model.fast.model import resolve_numerics
 from deepinfer.parallel.live import LiveBalancer
-from deepinfer.parallel.tables import HostRows, MakeTable, ShardedRows, mapped_rows
 from deepinfer.sampling.noise import derive_seed
-from deepinfer.sampling.sampler import Sampler
 from deepinfer.weights.fingerprint import weights_digest
-from deepinfer.weights.load import check_steering, find_nonfinite
 from deepinfer.weights.reader import Checkpoint
 
-__all__ = ["LLM", "Interrupted", "Progress", "set_cpu_threads"]
-
-_SEARCHED_BYTES = 32 * 2**30
-"""Checkpoints above this are not read through for the cause of a bad logit."""
-
-_TABLE_SHARE = 0.25
-"""Engram tables above this share of the device's free memory stay on the host."""
+__all__ = ["LLM", "Interrupted", "Progress"]
 
 _log = logging.getLogger(__name__)
-
-
-def set_cpu_threads(config: EngineConfig, model_config: ModelConfig, sharing: int = 1) -> None:
-    """Set torch's threads for the whole process; bits do not depend on them.
-
-    sharing  processes of this host that run the model together
-    """
-    threads = cpu_threads(config, model_config)
-    if threads is None and sharing > 1:
-        threads = max(1, (os.cpu_count() or 1) // sharing)
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -143,14 +108,6 @@ class Progress:
     num_requests: int
     num_tokens: int
     num_failed: int = 0
-
-
-def _name_nonfinite(checkpoint: Checkpoint) -> str | None:
-    """Name the first stored tensors that hold NaN or infinity; None when none does, or unread."""
-    if sum(tensor.nbytes for tensor in checkpoint.tensors.values()) > _SEARCHED_BYTES:
-        return None
-    names = find_nonfinite(checkpoint, limit=3)
-    return f"{', '.join(names)} holds NaN or infinity" if names else None
 
 
 _Task = tuple[int, object, SamplingParams, int]
@@ -215,8 +172,8 @@ class LLM:
             device = rank_device(device, _started)
         self.device = pick_device(device)
         self.model_config: ModelConfig = load_model_config(self.path)
+        check_settings(self.config, self.model_config)
         if mesh.world > 1:
-            self._check_ranks()
             where = self.device.torch_device
             self._member = join(self.config, mesh, str(self.path), device, where, _started)
         sharing = self._member.local_world if self._member is not None else 1
@@ -239,189 +196,25 @@ class LLM:
             self.model_config.eos_token_id,
             frozenset(self.config.sampling.banned_token_ids),
         )
-        runner, sizes = self._build_runner()
-        self.sizes = sizes
+        member = self._member
+        blueprint = Blueprint(self.config, self.model_config, self.path, self.device, member)
+        parts = build_parts(blueprint)
+        self.sizes, self.planner, self._layout = parts.sizes, parts.planner, parts.layout
+        self._balancer, runner = parts.balancer, parts.runner
         queue = ThreadQueue() if self.overlaps else InlineQueue()
         queue.submit(self.device.bind_thread)
-        if isinstance(runner, DeviceRunner) and self._member is None:
+        if isinstance(runner, DeviceRunner) and member is None:
             queue.submit(runner.prepare).wait()
         self._start(InProcessExecutor(runner, queue))
-
-    def _check_ranks(self) -> None:
-        """Refuse what several ranks cannot do, before any of them starts."""
-        config, model_config = self.config, self.model_config
-        num_slots(model_config.n_routed_experts, config.parallel.expert, config.parallel.copies)
-        keep_tokens(config, model_config)
-        check_speculation(config.speculation, model_config)
-
-    def _expert_ranks(self) -> ExpertRanks | None:
-        """Return what the model needs to share its experts with other ranks."""
-        member, parallel = self._member, self.config.parallel
-        if member is None or member.ranks.expert.size == 1:
-            return None
-        device = self.device.torch_device
-        quantize = resolve_numerics(self.config.numerics, device).quantize
-        model, drafts = self.model_config, self.config.speculation.num_drafts
-        budget, _ = token_budgets(self.config, device.type == "cpu")
-        block = max(1 + drafts, model.dspark_block_size if drafts else 0)
-        most = row_bucket(self.config.scheduling.max_num_seqs)
-        experts = max(model.n_routed_experts, model.dspark_n_routed_experts if drafts else 0)
-        shape = RowShape(
-            capacity=max(budget, row_bucket(most * block)),
-            columns=model.hidden_size,
-            active=max(
-                model.num_experts_per_tok, model.dspark_num_experts_per_tok if drafts else 0
-            ),
-            experts=num_slots(experts, member.ranks.expert.size, parallel.copies),
-            dtype=torch.bfloat16 if quantize else torch.float32,
-        )
-        exchange = make_exchange(
-            parallel.backend, member.ranks.expert, quantize, parallel.capacity_factor, shape,
-            member.ranks.store, device, parallel.timeout_s,
-        )  # fmt: skip
-        return ExpertRanks(member.ranks.expert, device, exchange, parallel.copies)
 
     def _experts(self) -> dict[str, object]:
         """Return where experts are and what has moved, nothing where they stay."""
         return {} if self._balancer is None else self._balancer.summary()
 
-    def _tables(self, checkpoint: Checkpoint) -> MakeTable | None:
-        """Return what makes the tables of Engram rows, None where they are on the device."""
-        where, member = self.config.parallel.engram_rows, self._member
-        device = self.device.torch_device
-        if member is not None and member.ranks.engram.size > 1:
-            group = member.ranks.engram
-            return lambda codes, scale: ShardedRows(codes, scale, group, device)
-        if where == "auto" and device.type != "cpu":  # a CPU has them mapped anyway
-            tables = [t for name, t in checkpoint.tensors.items() if ".engram.embed." in name]
-            most = _TABLE_SHARE * self.device.available_bytes()
-            where = "host" if sum(t.nbytes for t in tables) > most else "device"
-        if where == "mapped" and device.type == "cuda":
-            return mapped_rows(device)
-        return HostRows if where == "host" else None
-
-    def _largest(self, value: float) -> float:
-        """Return the largest of a number over all ranks, which call it together."""
-        if self._member is None:
-            return value
-        found = torch.tensor([value], dtype=torch.float64)
-        return float(self._member.ranks.world.all_reduce(found, largest=True))
-
-    def _available_bytes(self) -> int:
-        """Return what this rank may use, the same for all ranks: the least that one has."""
-        available = self.device.available_bytes()
-        if self._member is None:
-            return available
-        if self.device.torch_device.type == "cpu":
-            available //= self._member.local_world
-        return -int(self._largest(-available))
-
-    def _build_runner(self) -> tuple[Runner, Sizes]:
-        config, model_config = self.config, self.model_config
-        device = self.device.torch_device
-        keep_tokens(config, model_config)  # refuses what replay cannot do, before weights load
-        check_speculation(config.speculation, model_config)
-        banned = config.sampling.banned_token_ids
-        outside = [i for i in banned if i >= model_config.vocab_size]
-        if outside:
-            raise ConfigError(
-                f"sampling.banned_token_ids holds {outside[0]}, outside the vocabulary "
-                f"0..{model_config.vocab_size - 1}"
-            )
-        token_map = load_token_map(self.path, model_config)
-        if model_config.engram_layer_ids and token_map is None:
-            raise TokenizerError(
-                f"{self.path} has Engram layers, which need its tokenizer.json or the cached "
-                "token map: put tokenizer.json into the folder"
-            )
-        checkpoint = Checkpoint.open(self.path)
-        check_steering(checkpoint)
-        model = FastModel.load(
-            checkpoint,
-            config.numerics,
-            device,
-            token_map,
-            config.weights.dequantized_bytes,
-            with_drafts=config.speculation.num_drafts > 0,
-            ranks=self._expert_ranks(),
-            tables=self._tables(checkpoint),
-            lean=device.type != "cpu" and not config.keeps_stored,
-        )
-        model.branch(config.scheduling.graph_branches)
-        if device.type != "cpu":
-            tokens, rollback = config.cache.tokens_per_block, max_rollback(config)
-            settle(model, CacheLayout.build(model_config, config.numerics.mode, tokens, rollback))
-        plan = plan_caches(
-            config,
-            model_config,
-            available_bytes=self._available_bytes(),
-            on_cpu=device.type == "cpu",
-        )
-        layout, sizes = plan.layout, plan.sizes
-        self._layout = layout
-        caches = Caches.allocate(
-            layout,
-            sizes.num_blocks,
-            sizes.num_slots,
-            device,
-            config.cache.dequantized_bytes if device.type == "cpu" else 0,
-        )
-        sampler = Sampler(model_config.vocab_size, sizes.num_slots, device, banned)
-        state = SlotState(sizes.num_slots, config.speculation.num_drafts, device)
-        runner = make_runner(
-            config,
-            sizes,
-            model,
-            caches,
-            layout,
-            sampler,
-            state,
-            device,
-            make_drafter(config, model, sampler, state),
-            lambda: _name_nonfinite(checkpoint),
-        )
-        ranks = None if self._member is None else self._member.ranks
-        if ranks is not None and ranks.context.size > 1:
-            runner.share_prefill(ContextShare(ranks.context, config.parallel.context_exchange))
-        if ranks is not None and ranks.expert.size > 1 and config.parallel.balance_interval:
-            self._balancer = make_balancer(config.parallel, ranks, model)
-            runner.between = self._balancer.between
-        self.planner = make_planner(
-            config, runner, sizes.num_blocks, self.path, self.device.capability.name, self._largest
-        )
-        return runner, sizes
-
     def _start(self, executor: Executor) -> None:
         """Join scheduler and executor; nothing above the executor knows what runs the steps."""
-        sizes, config = self.sizes, self.config
-        limits = Limits(
-            max_num_seqs=config.scheduling.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_model_len=sizes.max_model_len,
-            chunk_tokens=sizes.chunk_tokens,
-            eos_token_id=self.model_config.eos_token_id,
-            fixed_chunks=config.numerics.batch_invariant,
-            reserve=config.numerics.batch_invariant,
-            vocab_size=self.model_config.vocab_size,
-            keep_tokens=keep_tokens(self.config, self.model_config),
-        )
-        blocks = BlockPool(sizes.num_blocks)
-        num_slots = sizes.num_slots - sizes.num_checkpoints
-        tokens_per_block = config.cache.tokens_per_block
-        prefix = None
-        if config.cache.prefix:
-            checkpoints = range(num_slots, sizes.num_slots)
-            prefix = PrefixCache(blocks, tokens_per_block, checkpoints)
-        scheduler = Scheduler(
-            limits,
-            blocks,
-            SlotPool(num_slots),
-            tokens_per_block,
-            prefix,
-            self.planner,
-            fill_matchers,
-            MaskBuffer(host_rows),
-        )
+        config = self.config
+        scheduler = make_scheduler(config, self.model_config, self.sizes, self.planner)
         executor.start()
         if self._member is None:
             self._loop = EngineLoop(

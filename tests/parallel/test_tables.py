@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import deepinfer.llm
+import deepinfer.assembly
 from deepinfer.engine.request import SamplingParams
 from deepinfer.kernels.engram import engram_lookup
 from deepinfer.llm import LLM
@@ -54,7 +54,7 @@ def test_tokens_do_not_depend_on_where_rows_are() -> None:
 
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepinfer.llm, "HostRows", kept)
+        patch.setattr(deepinfer.assembly, "HostRows", kept)
         for where in ("device", "host"):
             settings = {"parallel.engram_rows": where, "speculation.num_drafts": 2}
             with LLM("golden", "cpu", settings) as llm:

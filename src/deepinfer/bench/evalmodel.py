@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.assembly import set_cpu_threads
 from deepinfer.bench.machine import cpu_count
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.tensors import Caches
@@ -31,7 +32,6 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.device import pick_device
 from deepinfer.errors import RequestError
 from deepinfer.kernels.ops import Ops
-from deepinfer.llm import set_cpu_threads
 from deepinfer.model.fast.inputs import SequenceRows, build_inputs
 from deepinfer.model.fast.model import FastModel
 from deepinfer.weights.load import check_steering

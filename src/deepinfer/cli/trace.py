@@ -298,7 +298,7 @@ def make_trace(job: TraceJob, path: ModelPath) -> dict[str, Tensor]:
     """
     import torch
 
-    from deepinfer.llm import set_cpu_threads
+    from deepinfer.assembly import set_cpu_threads
 
     set_cpu_threads(job.engine, job.config)
     model: _Model = _Reference(job) if path == "reference" else _Fast(job)
