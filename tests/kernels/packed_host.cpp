@@ -65,7 +65,8 @@ int run_blocks(const Args& a, int blocks) {
   return 0;
 }
 
-// Blocks of a chain run together: one waits for tiles of another.
+// Blocks of a chain run together: one waits for tiles of another. A negative number of them runs one
+// after the other, as on a card that has room for one: no tile may wait for a block that comes later.
 template <class K>
 int run_chain(const Chain& c, int blocks) {
   host::held_barriers.clear();
@@ -76,7 +77,8 @@ int run_chain(const Chain& c, int blocks) {
       const Args& a = c.of[i];
       maps.of[i][j] = {a.x, a.inputs * (K::FP8 ? 1 : 2), a.rows, a.x_row_bytes, Experts<K>::height(j)};
     }
-  host::launch_together(blocks, K::THREADS, K::SHARED, [&] { Experts<K>::run(c, maps); });
+  const auto body = [&] { Experts<K>::run(c, maps); };
+  host::launch(std::abs(blocks), K::THREADS, K::SHARED, body, blocks > 0);
   return 0;
 }
 

@@ -219,11 +219,13 @@ CHAINS = [name for table in chain.SCHEDULES.values() for _, name in table]
 
 
 @pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    ("name", "blocks"), [*((name, 3) for name in CHAINS), (CHAINS[0], -2), (CHAINS[-1], 1)]
+)
 def test_one_launch_of_both_products_has_the_bits_of_two(
-    monkeypatch: pytest.MonkeyPatch, name: str, seed: int
+    monkeypatch: pytest.MonkeyPatch, name: str, blocks: int, seed: int
 ) -> None:
-    """Three blocks at once take tiles from a counter, in poisoned memory."""
+    """Blocks take tiles from a counter, in poisoned memory; one alone makes all of them."""
     monkeypatch.setattr(nvcc, "processors", lambda device: 3)
     generator, counts = torch.Generator().manual_seed(seed), [0, 9, 1, 3]
     decoded = Decoded.FP4_E4M3 if name.startswith("fp8") else Decoded.FP4_BF16
@@ -234,6 +236,7 @@ def test_one_launch_of_both_products_has_the_bits_of_two(
     offsets, weight = torch.tensor([0, *counts]).cumsum(0), torch.rand(15, generator=generator)
     given = x, rows, offsets, weight, first, second, 10.0, True
     two = packed_experts(*given)[:13]
+    monkeypatch.setattr(nvcc, "processors", lambda device: blocks)
     monkeypatch.setattr(torch, "empty", poisoned)
     assert torch.equal(chain.experts(*given, name=name)[:13], two)
 

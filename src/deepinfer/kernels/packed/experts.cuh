@@ -20,7 +20,7 @@ struct Chain {
 };
 
 constexpr u32 READY = 1u << 30, END = ~0u;
-constexpr int HEIGHTS = 4;  // of boxes of tokens
+constexpr int HEIGHTS = 8;  // of boxes of tokens
 
 struct Maps {
   TokenMap of[2][HEIGHTS];
@@ -34,13 +34,24 @@ struct Experts {
   static constexpr int WARPS = 4 * K::GROUPS;
   static constexpr int ALL = K::GROUPS + 1;  // a barrier of all consumers
 
+  // Boxes in steps of 8 rows up to a whole tile, each tile by the least that holds its rows: all of a
+  // box comes through the second-level cache, as weights do.
   static constexpr __host__ __device__ int height(int i) {
-    return i + 1 == HEIGHTS  ? K::TOKENS
-           : K::TOKENS <= 32 ? 8 * (i + 1)
-           : K::TOKENS <= 48 ? (i == 0 ? 8 : i == 1 ? 16 : 32)
-           : K::TOKENS <= 64 ? 16 * (i + 1)
-                             : 64 + 8 * (i == 0 ? 0 : i == 1 ? 4 : 6);
+    const int rows = K::TOKENS - 8 * (HEIGHTS - 1 - i);
+    return rows < 8 ? 8 : rows;
   }
+  static constexpr __host__ __device__ int box_of(int rows) {
+    const int i = HEIGHTS - 1 - (K::TOKENS - rows) / 8;
+    return i < 0 ? 0 : i;
+  }
+  static constexpr bool least_boxes() {
+    for (int rows = 1; rows <= K::TOKENS; ++rows) {
+      const int i = box_of(rows);
+      if (height(i) < rows || (height(i) >= rows + 8 && i)) return false;
+    }
+    return true;
+  }
+  static_assert(least_boxes(), "each number of rows has its box");
 
   static __device__ int take(const Chain& c) {
     u32 item = 0;
@@ -64,10 +75,7 @@ struct Experts {
       if (lane < 8)
         into_second_level(a.row_scale + size_t(p.expert) * a.outputs + p.output + 32 * lane);
       if (lane == 0) {
-        int which = 0, rows = height(0);
-#pragma unroll
-        for (int i = 1; i < HEIGHTS; ++i)
-          if (p.rows > height(i - 1)) which = i, rows = height(i);
+        const int which = box_of(p.rows), rows = height(which);
         const TokenMap& map = maps.of[second][which];
         const unsigned char* w = K::weights_of(a, p);
         const int steps = K::steps_of(a);
