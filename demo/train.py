@@ -80,8 +80,22 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return bits per byte and token accuracy on a category, expert loads, and code accuracy for needles.
 
-    Gradients stay enabled, so that the compiled functions of training serve here too.
+    limit  rows at most, 0 for all
+    On a card gradients stay enabled, so that the compiled functions of training serve here too.
     """
+    with torch.set_grad_enabled(model.device.type != "cpu"):
+        return _evaluate(model, params, corpus, category, batch, limit, **options)
+
+
+def _evaluate(
+    model: Backbone,
+    params: Params,
+    corpus: Corpus,
+    category: str,
+    batch: int,
+    limit: int,
+    **options: Any,
+) -> dict[str, Any]:
     ids, counted, size = evaluation_rows(corpus, category, model.length)
     full = len(ids)
     keep = min(limit, full) if limit else full
@@ -344,6 +358,11 @@ def main() -> None:
     parser.add_argument("--eval-every", type=int, default=500)
     parser.add_argument("--save-every", type=int, default=1000)
     parser.add_argument("--eval-rows", type=int, default=64)
+    parser.add_argument(
+        "--final-rows",
+        type=int,
+        help="rows of each kind of the last evaluation; 0: all, as on a card, --eval-rows on a CPU",
+    )
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     began = time.time()
@@ -468,6 +487,9 @@ def main() -> None:
             mark = time.time()
     save()
     if step >= args.steps or args.profile:
+        most = args.final_rows
+        if most is None:
+            most = args.eval_rows if args.cpu else 0
         for category in (
             "natural",
             "wordnet",
@@ -483,9 +505,9 @@ def main() -> None:
                 step=step,
                 evaluated=category,
                 final=True,
-                **evaluate(model, params, held, category, args.batch, 0),
+                **evaluate(model, params, held, category, args.batch, most),
             )
-        random = evaluate(model, params, held, "needle", args.batch, 0, random_choice=True)
+        random = evaluate(model, params, held, "needle", args.batch, most, random_choice=True)
         report(step=step, evaluated="needle", choice="random", **random)
         exact = Backbone(shape, constants, args.length, device, False, not args.cpu)
         with torch.no_grad():
@@ -493,7 +515,7 @@ def main() -> None:
                 step=step,
                 evaluated="natural",
                 qat=False,
-                **evaluate(exact, params, held, "natural", args.batch, 0, qat=False),
+                **evaluate(exact, params, held, "natural", args.batch, most, qat=False),
             )
     report(step=step, done=True, seconds=time.time() - began)
 

@@ -103,12 +103,10 @@ class Tokenizer:
         else:
             flag = settings.get("add_bos_token")
             adds_bos = flag if isinstance(flag, bool) else None
-        thinks = settings.get("thinks", True)
-        if not isinstance(thinks, bool):
-            problems.append(f"tokenizer_config.json {_wrong_thinks(thinks)}")
+        thinks = _thinks(settings, problems)
         if problems:
             raise TokenizerError(f"{file} does not fit the config", problems)
-        return cls(raw, config, adds_bos, thinks is True)
+        return cls(raw, config, adds_bos, thinks)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a raw prompt.
@@ -256,9 +254,10 @@ def trained_to_think(folder: Path) -> bool:
 
     Raises TokenizerError when the file is damaged or says neither true nor false.
     """
-    thinks = _read_settings(folder).get("thinks", True)
-    if not isinstance(thinks, bool):
-        raise TokenizerError(f"{folder} tokenizer_config.json {_wrong_thinks(thinks)}")
+    problems: list[str] = []
+    thinks = _thinks(_read_settings(folder), problems)
+    if problems:
+        raise TokenizerError(f"{folder} cannot be used", problems)
     return thinks
 
 
@@ -270,8 +269,12 @@ def _read_settings(folder: Path) -> dict[str, object]:
         raise TokenizerError(error.message, error.problems) from None
 
 
-def _wrong_thinks(thinks: object) -> str:
-    return f"thinks: found {thinks!r}, expected true or false"
+def _thinks(settings: Mapping[str, object], problems: list[str]) -> bool:
+    """Return whether the model thinks first; what is neither true nor false becomes a problem."""
+    thinks = settings.get("thinks", True)
+    if not isinstance(thinks, bool):
+        problems.append(f"tokenizer_config.json thinks: found {thinks!r}, expected true or false")
+    return thinks is True
 
 
 def _release_problems(

@@ -96,7 +96,7 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 @cache
-def processors(device: torch.device) -> int:
+def processors(device: torch.device | int | None) -> int:
     """Return the number of multiprocessors of a card."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 

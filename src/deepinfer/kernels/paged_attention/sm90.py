@@ -125,8 +125,9 @@ def _room(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
 def _rows_at_once(device: int | None) -> tuple[int, ...]:
     with torch.cuda.device(device):
         fitting = nvcc.load(SOURCE).paged_attention_rows
-        whole = torch.cuda.get_device_properties(device).multi_processor_count
-        return whole, *(fitting(ctypes.c_longlong(shares)) for shares in (2, 3, 4))
+        return nvcc.processors(device), *(
+            fitting(ctypes.c_longlong(shares)) for shares in (2, 3, 4)
+        )
 
 
 def attend(
