@@ -2,7 +2,9 @@
 //
 // Blocks are persistent and take tiles from a counter, first all of the first product, then those of
 // the second: no round of tiles is left half empty between the two. The block that stores the last of
-// the first product for some rows gates them; what reads their tokens waits for that.
+// the first product for some rows gates them; what reads their tokens waits for that. It waits for
+// tiles of smaller numbers alone: these were taken before, by blocks that run, each of which makes its
+// tiles in order. So any number of blocks ends, also one alone; a launch that makes none takes none.
 // The bits are those of single products and `gate_kernel`.
 #pragma once
 #include "core.cuh"
