@@ -200,6 +200,9 @@ inline uint32_t __float_as_uint(float f) {
   std::memcpy(&v, &f, 4);
   return v;
 }
+inline float __shfl_sync(uint32_t full, float v, int lane) {
+  return __uint_as_float(__shfl_sync(full, __float_as_uint(v), lane));
+}
 inline float __shfl_xor_sync(uint32_t full, float v, int mask) {
   return __uint_as_float(__shfl_xor_sync(full, __float_as_uint(v), mask));
 }

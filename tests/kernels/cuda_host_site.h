@@ -49,9 +49,11 @@ inline void add_local(uint32_t* counter) { ++*counter; ++host::progress; }
 inline void wait_local(const uint32_t* counter, uint32_t least) {
   while (*counter < least) host::leave();
 }
-inline void count_out(uint32_t* counter, uint32_t last) {
-  if (++*counter == last) *counter = 0;
+inline uint32_t leave(uint32_t* counter) { return (*counter)++; }
+inline void was_last(uint32_t* counter, uint32_t left, uint32_t last) {
+  if (left == last - 1) *counter = 0;
 }
+inline void count_out(uint32_t* counter, uint32_t last) { was_last(counter, leave(counter), last); }
 inline float fresh(const float* p) { return *p; }
 inline float4 fresh(const float4* p) { return *p; }
 inline float inverse(float x) { return 1.f / x; }
