@@ -200,6 +200,9 @@ inline uint32_t __float_as_uint(float f) {
   std::memcpy(&v, &f, 4);
   return v;
 }
+inline int __shfl_sync(uint32_t full, int v, int lane) {
+  return static_cast<int>(__shfl_sync(full, static_cast<uint32_t>(v), lane));
+}
 inline float __shfl_sync(uint32_t full, float v, int lane) {
   return __uint_as_float(__shfl_sync(full, __float_as_uint(v), lane));
 }
