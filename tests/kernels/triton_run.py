@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deepinfer.kernels import draft_block, grouping, pool_pairs, tiles, turn
 from deepinfer.kernels import streams as plain_streams
+from deepinfer.kernels.cache_io import copy_entries
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cases import Case, all_cases
 from deepinfer.kernels.decode_rows import LayoutForm, lay_out_plain
@@ -106,6 +107,21 @@ def entries_stored(name: str, form: str, normed: bool, dense: bool) -> list[Tens
     return [latent, *(part for part in held if part is not None)]
 
 
+def copied(copy, form: str, split: bool, placed: bool) -> list[Tensor]:
+    """What a cache holds after entries of another were copied into it."""
+    generator = torch.Generator().manual_seed(9)
+    source = empty_cache(form, 3, 5, 128, dense=False, split=split)
+    target = empty_cache(form, 1, 15, 128, dense=False, split=not split)
+    for part in (source.codes, source.scales):
+        part.random_(0, 256, generator=generator)
+    idx, places = torch.randperm(15, generator=generator)[:7], torch.arange(7) * 2
+    idx[2] = -1
+    places[4] = -1
+    copy(source, idx, target, places if placed else None)
+    return [target.codes, target.scales]
+
+
+COPIED = [("window_fp8", False, True), ("window_fp8", True, False), ("main_fp4", False, True)]
 ENTRIES = [
     ("fp32", True, False), ("window_fp8", True, False), ("main_fp4", False, True),
     ("index_fp4", True, True),
@@ -303,7 +319,7 @@ def rounding(seed: int) -> dict[str, tuple[object, ...]]:
     angle = torch.arange(60.0).view(5, 12)
     turns = angle.cos(), angle.sin()
     return {
-        "rotate_tail": (normal(5, 3, 96), *turns, True, False, True),
+        "rotate_tail": (normal(5, 3, 96), *turns, True, False, "act8"),
         "swiglu": (normal(5, 64), normal(5, 64), 10.0, None, True),
         "latent_entry": (normal(5, 160), torch.ones(96), torch.ones(64), *turns, 1e-20, True),
     }
@@ -380,6 +396,11 @@ def run(seed: int) -> list[str]:
         for mine, want in zip(pooled(twin, dtype), pooled(pool_pairs, dtype), strict=True):
             if not torch.allclose(mine.float(), want.float(), rtol=8e-3, atol=1e-6):
                 failures.append(f"pool_pairs {dtype}: other values")
+    twin = import_module("deepinfer.kernels.cache_io.triton").copy_entries
+    for copying in COPIED:
+        pairs = zip(copied(twin, *copying), copied(copy_entries, *copying), strict=True)
+        if not all(torch.equal(mine, want) for mine, want in pairs):
+            failures.append(f"copy_entries {copying}: other values")
     twin = import_module("deepinfer.kernels.engram.triton")
     pairs = zip(looked_back(twin), looked_back(engram_places), strict=True)
     if not all(torch.equal(mine, want) for mine, want in pairs):
@@ -510,6 +531,8 @@ def compile_all(archs: list[int]) -> list[str]:
         stored("triton", *setting)
     for setting in ENTRIES:
         entries_stored("triton", *setting)
+    copied(import_module("deepinfer.kernels.cache_io.triton").copy_entries, *COPIED[0])
+    copied(import_module("deepinfer.kernels.cache_io.triton").copy_entries, *COPIED[1])
     streams(import_module("deepinfer.kernels.streams.triton"), torch.bfloat16)
     for setting in GROUPED:
         grouped(import_module("deepinfer.kernels.grouping.triton"), *setting)

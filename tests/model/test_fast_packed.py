@@ -12,13 +12,18 @@ from torch import Tensor
 
 from deepinfer.kernels.paged_attention import reads_packed
 from deepinfer.model.fast import attention, inputs, session
+from deepinfer.model.fast.step import Pass
 from deepinfer.model.reference import Numerics
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("alpha", 280), ("beta", 64), ("beta", None)])
+@pytest.mark.parametrize(
+    ("name", "chunk", "fuses"),
+    [("alpha", 280, False), ("beta", 64, False), ("beta", None, False), ("beta", 64, True)],
+)
 def test_prefill_on_packed_entries(
     name: str,
     chunk: int | None,
+    fuses: bool,
     pair_of: Callable[[str, Numerics], Pair],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -27,17 +32,22 @@ def test_prefill_on_packed_entries(
     def paged(*args: Any, **kwargs: Any) -> Any:
         return dataclasses.replace(built(*args, **kwargs), paged=True)
 
-    def pack(*args: Any) -> Any:
+    def open_(*args: Any) -> Any:
         packed.append(args)
-        return attention_pack(*args)
+        return attention_open(*args)
 
-    attention_pack = attention.pack_window
+    attention_open = attention.open_window
     monkeypatch.setattr(session, "build_inputs", paged)
     monkeypatch.setattr(attention, "_reads_packed", lambda step, cache: True)
-    monkeypatch.setattr(attention, "pack_window", pack)
+    monkeypatch.setattr(attention, "open_window", open_)
+    monkeypatch.setattr(Pass, "fuses", property(lambda _: fuses))
     pair = pair_of(name, "official")
     trace: dict[str, Tensor] = {}
-    new_session(pair, 128, 300).prefill(pair.ids[:300], chunk, trace)
+    made = new_session(pair, 128, 300)
+    if fuses:  # what is stored goes from the packed block to the rings
+        windows = [dataclasses.replace(w, dense=None, twice=None) for w in made.caches.windows]
+        made.caches = dataclasses.replace(made.caches, windows=tuple(windows))
+    made.prefill(pair.ids[:300], chunk, trace)
     assert_rows_equal(trace, pair.expected)
     assert packed
 

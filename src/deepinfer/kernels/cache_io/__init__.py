@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from deepinfer.kernels.cache_io import reference
 from deepinfer.kernels.contract import check
 
-__all__ = ["CacheFormat", "PagedCache", "cache_load", "cache_store"]
+__all__ = ["CacheFormat", "PagedCache", "cache_load", "cache_store", "copy_entries"]
 
 CacheFormat = Literal["window_fp8", "main_fp4", "index_fp4", "fp32"]
 
@@ -71,3 +73,29 @@ def cache_load(
     if not idx.shape[0]:
         return cache.codes.new_empty(0, cache.dim).float()
     return impl(cache, idx)
+
+
+def copy_entries(
+    source: PagedCache, idx: Tensor, target: PagedCache, places: Tensor | None
+) -> None:
+    """Copy entries idx [n] of one cache to entries places [n] of another, packed as they are.
+
+    places  int64, no entry twice; None = 0, 1, ...
+    Where either is -1 nothing is copied. Caches are of one quantized format, without decoded
+    copies in the target.
+    """
+    assert source.scales is not None and target.scales is not None and target.dense is None
+    if not idx.shape[0]:
+        return
+    if idx.device.type == "cuda" and find_spec("triton"):
+        from deepinfer.kernels.cache_io import triton
+
+        triton.copy_entries(source, idx, target, places)
+        return
+    if places is None:
+        places = torch.arange(idx.shape[0], device=idx.device)
+    there = (idx >= 0) & (places >= 0)
+    from_, to = idx[there], places[there]
+    held, room = source.codes.shape[1], target.codes.shape[1]
+    for old, new in ((source.codes, target.codes), (source.scales, target.scales)):
+        new[to // room, to % room] = old[from_ // held, from_ % held]

@@ -163,3 +163,43 @@ def cache_load(cache: PagedCache, idx: Tensor) -> Tensor:
         FORMAT=cache.format, G=next_power(cache.dim // size), SIZE=size,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _copy(
+    idx, places, codes, scales, to_codes, to_scales, code_bytes, scale_bytes, entries, to_entries,
+    code_block, code_entry, scale_block, scale_entry,
+    to_code_block, to_code_entry, to_scale_block, to_scale_entry,
+    PLACED: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    in_turn()
+    row = tl.program_id(0).to(tl.int64)
+    old = tl.load(idx + row)
+    new = tl.load(places + row) if PLACED else row
+    if (old >= 0) & (new >= 0):
+        block, entry = old // entries, old % entries
+        to_block, to_entry = new // to_entries, new % to_entries
+        at = tl.arange(0, BC)
+        byte = tl.load(codes + block * code_block + entry * code_entry + at, at < code_bytes, 0)
+        into = to_codes + to_block * to_code_block + to_entry * to_code_entry + at
+        tl.store(into, byte, at < code_bytes)
+        at = tl.arange(0, BS)
+        byte = tl.load(scales + block * scale_block + entry * scale_entry + at, at < scale_bytes, 0)
+        into = to_scales + to_block * to_scale_block + to_entry * to_scale_entry + at
+        tl.store(into, byte, at < scale_bytes)
+
+
+def copy_entries(
+    source: PagedCache, idx: Tensor, target: PagedCache, places: Tensor | None
+) -> None:
+    """As `cache_io.copy_entries`."""
+    assert source.scales is not None and target.scales is not None
+    codes, scales = source.codes, source.scales
+    launch(
+        _copy, (idx.shape[0],), idx.contiguous(), idx if places is None else places.contiguous(),
+        codes, scales, target.codes, target.scales, codes.shape[2], scales.shape[2],
+        codes.shape[1], target.codes.shape[1], codes.stride(0), codes.stride(1), scales.stride(0),
+        scales.stride(1), target.codes.stride(0), target.codes.stride(1), target.scales.stride(0),
+        target.scales.stride(1), PLACED=places is not None, BC=next_power(codes.shape[2]),
+        BS=next_power(scales.shape[2]),
+    )  # fmt: skip

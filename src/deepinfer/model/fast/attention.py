@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepinfer.config import LayerConfig
 from deepinfer.kernels.attention.reference import SLOT_BLOCK
-from deepinfer.kernels.cache_io import PagedCache
+from deepinfer.kernels.cache_io import PagedCache, copy_entries
 from deepinfer.kernels.paged_attention import reads_packed
 from deepinfer.kernels.rows import ROW_BLOCK
 from deepinfer.model.fast.compressor import compress_step
@@ -113,7 +113,7 @@ def project_output(
     """Rotate outputs [T, H, D] back and project them to [T, C]."""
     ops, config = step.ops, step.config
     rounded = step.fuses and step.numerics.fp8_output
-    out = ops.rotate_tail(out, *rotation, inverse=True, reuse=True, quantize=rounded)
+    out = ops.rotate_tail(out, *rotation, inverse=True, reuse=True, quantize="act8" if rounded else None)
     grouped = out.reshape(out.shape[0], config.o_groups, -1)
     quantize = step.numerics.fp8_output and not rounded
     latent = ops.grouped_linear(grouped, weights.wo_a, quantize)
@@ -136,6 +136,10 @@ def attention(
     if paged and step.inputs.decode and _stores_directly(step):
         into = window, step.inputs.window_store
     context = step.inputs.context  # ranks that share the step: entries travel behind the queries
+    seen: Target | None = None
+    whole = paged and not step.inputs.decode and context is None and window.dense is None
+    if whole and step.fuses:
+        seen = into = open_window(step, window)
     begin = None if context is None else context.window.begin
     compressed = layer.kv_source is not None and layer.index_source is not None
     compress: Callable[[], None] | None = None
@@ -145,7 +149,10 @@ def attention(
             compress = step.beside(compress)
     apart = compress is None and block.indexer is not None
     latent, queries, kv = project(step, weights, x, rotation, into, begin, rounded, apart)
-    if kv is not None and paged and step.inputs.decode:
+    if seen is not None:
+        keep_window(step, window, seen)
+        window = seen[0]
+    elif kv is not None and paged and step.inputs.decode:
         store_window(step, window, kv)
     elif kv is not None and paged:
         window = pack_window(step, window, kv)
@@ -229,38 +236,41 @@ def read_window(step: Step, cache: PagedCache, kv: Tensor) -> tuple[Tensor, Tens
         return ops.cache_load(cache, slots.flatten()).view(*slots.shape, cache.dim), slots
     history = ops.cache_load(cache, inputs.window_load)
     kv = shared_window(step, kv)
-    first = inputs.cu_rows if inputs.context is None else inputs.context.window_cu
     store_window(step, cache, kv)
     new = step.act_quantized(kv, "act8").float()
-    window = step.config.sliding_window
-    pieces: list[Tensor] = []
-    for b in range(inputs.num_sequences):
-        pieces.append(history[b * window : (b + 1) * window])
-        pieces.append(new[first[b] : first[b + 1]])
-    return torch.cat(pieces), inputs.window_slots
+    return torch.cat([history, new]), inputs.window_slots
+
+
+def open_window(step: Step, cache: PagedCache) -> tuple[PagedCache, Tensor]:
+    """Return one block that a prefill's `window_slots` point into, and where rows' entries go.
+
+    It holds what the rings do; of positions before the first nothing that is read.
+    """
+    inputs, size = step.inputs, cache.codes.stride(1)
+    assert inputs.window_rows is not None
+    loaded, code_bytes = inputs.window_load.shape[0], cache.codes.shape[2]
+    packed = cache.codes.new_empty(1, loaded + inputs.window_rows.shape[0], size)
+    seen = PagedCache(packed[..., :code_bytes], packed[..., code_bytes:], cache.format, cache.dim)
+    copy_entries(cache, inputs.window_load, seen, None)
+    return seen, inputs.window_rows
 
 
 def pack_window(step: Step, cache: PagedCache, kv: Tensor) -> PagedCache:
     """As `read_window` in a prefill, but packed: one block that `window_slots` points into."""
-    ops, inputs = step.ops, step.inputs
-    window, size = step.config.sliding_window, cache.codes.stride(1)
-    blocks, entries, code_bytes = cache.codes.shape
-    rings = cache.codes.as_strided((blocks, entries, size), (cache.codes.stride(0), size, 1))
-    held = inputs.window_load.clamp(min=0)  # of positions before the first: any entry
-    history = rings[held // entries, held % entries]
+    seen, rows = open_window(step, cache)
     kv = shared_window(step, kv)
-    first = inputs.cu_rows if inputs.context is None else inputs.context.window_cu
     store_window(step, cache, kv)
-    packed = history.new_empty(1, history.shape[0] + kv.shape[0], size)
-    places: list[Tensor] = []
-    for b in range(inputs.num_sequences):
-        begin = b * window + first[b]
-        packed[0, begin : begin + window] = history[b * window : (b + 1) * window]
-        rows = (begin + window, begin + window + first[b + 1] - first[b])
-        places.append(torch.arange(*rows, device=kv.device))
-    seen = PagedCache(packed[..., :code_bytes], packed[..., code_bytes:], cache.format, cache.dim)
-    ops.cache_store(seen, kv, torch.cat(places))
+    step.ops.cache_store(seen, kv, rows)
     return seen
+
+
+def keep_window(step: Step, cache: PagedCache, seen: Target) -> None:
+    """As `store_window`, of entries that are packed already."""
+    packed, rows = seen
+    copy_entries(packed, rows, cache, step.inputs.window_store)
+    if step.inputs.window_save is not None:
+        saved, entries = step.inputs.window_save
+        copy_entries(packed, rows[saved], cache, entries)
 
 
 def _reads_packed(step: Step, cache: PagedCache) -> bool:

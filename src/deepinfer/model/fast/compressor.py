@@ -27,7 +27,7 @@ def compress_step(step: Step, layer: LayerConfig, weights: CompressorWeights, x:
         pooled = ops.dense_linear(x, weights.wkv, x.dtype)
         if ratio.emit_rows.shape[0] != x.shape[0]:
             pooled = pooled[ratio.emit_rows]
-    elif step.fuses and inputs.decode and context is None:
+    elif step.fuses and context is None:
         pooled, normed = _pool_directly(step, layer, weights, x), True
     else:
         pooled = _pool(step, layer, weights, x).to(x.dtype)
@@ -52,7 +52,7 @@ def compress_step(step: Step, layer: LayerConfig, weights: CompressorWeights, x:
 
 
 def _pool_directly(step: Step, layer: LayerConfig, weights: CompressorWeights, x: Tensor) -> Tensor:
-    """As `_pool` and the norm behind it, for the rows of a decode step in few launches."""
+    """As `_pool` and the norm behind it, in few launches."""
     ops, inputs = step.ops, step.inputs
     assert weights.wgate is not None and inputs.tail is not None and layer.ratio == 2
     if weights.wgate_wkv is not None:

@@ -119,7 +119,6 @@ class _Cut:
         whole, rows, put = self._whole, self.rows, self.put
         seq = whole.row_seq.numpy()
         held, window = self._window()
-        inner = np.searchsorted(held, self._first)
         entries: dict[int, Gather] = {}
         ratios = {r: self._ratio(r, part, entries) for r, part in whole.ratios.items()}
         tails, tail = self._tail()
@@ -139,7 +138,8 @@ class _Cut:
             cu_rows=tuple(np.searchsorted(rows, self._first).tolist()),
             window_store=put(whole.window_store.numpy()[held]),
             window_load=whole.window_load.to(self._device),
-            window_slots=put(self._slots(held, inner)),
+            window_slots=put(self._slots(held)),
+            window_rows=put(whole.num_sequences * self._layout.window + np.arange(len(held))),
             window_save=save,
             ratios=ratios,
             tail=tail,
@@ -148,7 +148,6 @@ class _Cut:
             context=ContextRows(
                 token_ids=whole.token_ids.to(self._device),
                 window=window,
-                window_cu=tuple(inner.tolist()),
                 projections=self._gather(every) if self._pools_all and whole.tail else None,
                 entries=entries,
                 tails=tails,
@@ -188,16 +187,12 @@ class _Cut:
         gather = Gather(self._share.group, send, exchange.most, self.put(index[held]), own=True)
         return held, gather
 
-    def _slots(self, held: Ints, inner: Ints) -> Ints:
-        """Return the rows' windows as indices into [loaded | held rows] of each sequence."""
-        window = self._layout.window
+    def _slots(self, held: Ints) -> Ints:
+        """Return the rows' windows as indices into [loaded | held rows]."""
+        loaded = self._whole.num_sequences * self._layout.window
         slots = self._whole.window_slots.numpy()[self.rows]
-        seq = self._whole.row_seq.numpy()[self.rows][:, None]
-        into = slots - (self._first[seq] + seq * window)  # below `window`: loaded
-        row = np.clip(self._first[seq] + into - window, 0, len(self.owner) - 1)
-        there = np.minimum(np.searchsorted(held, row), len(held) - 1) + (seq + 1) * window
-        moved = np.where(into < window, inner[seq] + seq * window + into, there)
-        return np.asarray(np.where(slots < 0, -1, moved), np.int64)
+        there = np.minimum(np.searchsorted(held, slots - loaded), len(held) - 1)
+        return np.asarray(np.where(slots < loaded, slots, loaded + there), np.int64)
 
     def _ratio(self, ratio: int, part: RatioInputs, entries: dict[int, Gather]) -> RatioInputs:
         emits = part.emit_rows.numpy()

@@ -83,7 +83,6 @@ class ContextRows:
 
     token_ids    [T] of the whole step: n-grams look across the ranks' borders
     window       to the rows whose window entries this rank reads or keeps
-    window_cu    per sequence, where these begin
     projections  to the compressors' inputs of all rows; None where each rank pools its own groups
     entries      ratio -> to all entries that the step completes; none where `projections` has them
     tails        to the rows that the tail rings keep; None with `projections`
@@ -92,7 +91,6 @@ class ContextRows:
 
     token_ids: Tensor
     window: Gather
-    window_cu: tuple[int, ...]
     projections: Gather | None
     entries: Mapping[int, Gather]
     tails: Gather | None

@@ -146,8 +146,8 @@ class ModelInputs:
     row_seq       [T] sequence of each row
     window_store  [T] flat ring entry, -1 for rows that later rows of the same step overwrite
     window_load   [B*W] prefill: flat ring entries of the W positions before the step
-    window_slots  [T, W] prefill: indices into each sequence's [W loaded | its rows], one after the
-                  other; decode: flat ring entries
+    window_slots  [T, W] prefill: indices into [B*W loaded | the step's rows]; decode: flat ring
+                  entries
     window_runs   [T, W] decode of up to ROW_BLOCK rows: the same in rings that are kept twice in a
                   row, where each row's entries are neighbours
     window_save   rows and ring entries of other slots that also get their values: [n] and [n], None
@@ -161,6 +161,7 @@ class ModelInputs:
                   row's own; nothing is brought together by sequence
     live          [T] bool, rows that count; the others are padding that no layer needs to compute.
                   None = all
+    window_rows   prefill: where `window_slots` finds each row's own entry
     """
 
     decode: bool
@@ -182,6 +183,7 @@ class ModelInputs:
     context: ContextRows | None = None
     paged: bool = False
     live: Tensor | None = None
+    window_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,8 +422,9 @@ def _build(
     absent |= held < floor[row_seq][:, None]
     load = np.where(back >= floor[:, None], slots[:, None] * ring + back % ring, -1).ravel()
     into = held - starts[row_seq][:, None]  # below 0: loaded, else a row of this step
-    origin = cu_rows[row_seq] + (row_seq + 1) * window  # of each sequence's first row
-    window_slots = np.where(absent, -1, origin[:, None] + into)
+    loaded = (row_seq + 1) * window  # where each sequence's loaded entries end
+    new = num_sequences * window + cu_rows[row_seq]
+    window_slots = np.where(absent, -1, np.where(into < 0, loaded[:, None], new[:, None]) + into)
     last = offset >= counts[row_seq] - ring
     store = np.where(last, slots[row_seq] * ring + positions % ring, -1)
 
@@ -476,6 +479,7 @@ def _build(
         tail=history(1, layout.tails[0][1].length) if layout.tails else None,
         engram=None if engram is None else history(layout.engram_history, engram.length),
         paged=torch.device(device).type != "cpu",
+        window_rows=put(num_sequences * window + np.arange(num_rows)),
     )
     put.flush()
     return found
