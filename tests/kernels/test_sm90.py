@@ -31,6 +31,7 @@ from deepinfer.kernels.hyper_site import sm90 as site
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.paged_index import sm90 as index
 from deepinfer.kernels.paged_index.reference import paged_index_score
+from deepinfer.kernels.quantize import QuantFormat
 from deepinfer.kernels.quantize import sm90 as quantize
 from deepinfer.kernels.quantize.reference import round_trip
 from deepinfer.kernels.rms_norm.reference import rms_norm
@@ -308,24 +309,25 @@ def test_routes_equal_the_reference_and_do_not_depend_on_their_batch(seed: int) 
 
 @needs_gcc
 @pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("quantize", [None, "act8", "act4_e8"])
 @pytest.mark.parametrize("heads", [1, 5, 40])
-def test_rotations_equal_the_reference(heads: int, quantize: bool, seed: int) -> None:
+def test_rotations_equal_the_reference(heads: int, quantize: QuantFormat | None, seed: int) -> None:
     """Also inside wider rows, and with groups of zeros and of one large value."""
     gen = torch.Generator().manual_seed(seed)
-    wide = torch.randn(3, heads, 520, generator=gen).bfloat16()
-    wide[0, 0, 64:96], wide[1, 0, 8] = 0, 448 * 2.0**9
-    x = wide[..., :512]
+    dim = 128 if quantize == "act4_e8" else 512
+    wide = torch.randn(3, heads, dim + 8, generator=gen).bfloat16()
+    wide[0, 0, 64:96], wide[1, 0, 8], wide[2] = 0, 448 * 2.0**9, (3 * wide[2]).round() / 4
+    x = wide[..., :dim]
     angles = rope_reference.cos_sin(torch.tensor([0, 5, 70000]), torch.rand(32, generator=gen))
     for inverse in (False, True):
         want = rope_reference.rotate_tail(x, *angles, inverse, False, quantize)
         copy = wide.clone()
-        given = copy[..., :512]
+        given = copy[..., :dim]
         assert rope.accepts(given, *angles, True, quantize)
         got = rope.rotate_tail(given, *angles, inverse, True, quantize)
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
         assert got.data_ptr() == copy.data_ptr()
-        assert torch.equal(copy[..., 512:], wide[..., 512:])
+        assert torch.equal(copy[..., dim:], wide[..., dim:])
 
 
 @needs_gcc

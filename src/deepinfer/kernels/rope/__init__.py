@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepinfer.errors import ShapeError
 from deepinfer.kernels.contract import check
+from deepinfer.kernels.quantize import QuantFormat
 from deepinfer.kernels.rope import reference
 
 __all__ = ["cos_sin", "rotate_tail"]
@@ -36,9 +37,11 @@ def rotate_tail(
     sin: Tensor,
     inverse: bool = False,
     reuse: bool = False,
-    quantize: bool = False,
+    quantize: QuantFormat | None = None,
     *,
-    impl: Callable[[Tensor, Tensor, Tensor, bool, bool, bool], Tensor] = reference.rotate_tail,
+    impl: Callable[
+        [Tensor, Tensor, Tensor, bool, bool, QuantFormat | None], Tensor
+    ] = reference.rotate_tail,
 ) -> Tensor:
     """Rotate adjacent pairs of the last R dimensions; the others pass unchanged.
 
@@ -46,7 +49,7 @@ def rotate_tail(
     cos, sin  [T, R/2]             fp32
     inverse   rotate by the negative angle
     reuse     x is needed no more: an implementation may turn it where it lies and return it
-    quantize  then round every vector with ACT8
+    quantize  then round every vector to this format
     returns   shape and dtype of x; else only rotated dimensions are rounded again
     Source: backbone specification, 3.3 and 3.6.
     """

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.cases import Arguments, Case, normal, num_bytes
+from deepinfer.kernels.quantize import QuantFormat
 from deepinfer.kernels.rope.reference import cos_sin
 
 __all__ = ["CASES"]
@@ -33,7 +34,7 @@ def _rotation(
     inverse: bool = False,
     timed: tuple[int, ...] = (),
     reuse: bool = False,
-    quantize: bool = False,
+    quantize: QuantFormat | None = None,
 ) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         positions = torch.randint(0, 1 << 20, (num_rows,), generator=generator)
@@ -66,9 +67,12 @@ CASES: Final = (
     _rotation("queries", (4, 512), 64, torch.bfloat16),
     _rotation("real queries", (64, 512), 64, torch.bfloat16, timed=_TIMED, reuse=True),
     _rotation(
-        "real outputs, rounded", (64, 512), 64, torch.bfloat16, True, timed=_TIMED, quantize=True
+        "real outputs, rounded", (64, 512), 64, torch.bfloat16, True, timed=_TIMED, quantize="act8"
     ),
     _rotation("outputs back", (3, 128), 32, torch.bfloat16, inverse=True),
+    _rotation(
+        "real index queries", (32, 128), 64, torch.bfloat16, timed=_TIMED, quantize="act4_e8"
+    ),
     _rotation("entries", (512,), 64, torch.bfloat16),
     _rotation("all dims, strict", (2, 32), 32, torch.float32, inverse=True),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.quantize import QuantFormat
 from deepinfer.kernels.quantize.reference import round_trip
 
 
@@ -20,7 +21,7 @@ def rotate_tail(
     sin: Tensor,
     inverse: bool = False,
     reuse: bool = False,
-    quantize: bool = False,
+    quantize: QuantFormat | None = None,
 ) -> Tensor:
     """Rotate pairs (2j, 2j+1) of the tail in fp32, on a copy."""
     dims = 2 * cos.shape[1]
@@ -33,4 +34,4 @@ def rotate_tail(
     out = x.clone()
     out[..., -dims::2] = even * cos - odd * sin
     out[..., 1 - dims :: 2] = even * sin + odd * cos
-    return round_trip(out, "act8") if quantize else out
+    return round_trip(out, quantize) if quantize else out

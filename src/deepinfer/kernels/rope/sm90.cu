@@ -1,4 +1,4 @@
-// Rotary positions over the last 64 dimensions of bf16 vectors, and ACT8 rounding behind them. A
+// Rotary positions over the last 64 dimensions of bf16 vectors, and ACT8 or FP4 rounding behind. A
 // thread holds eight neighbouring values; only tails are touched where nothing is rounded.
 
 #ifdef HOST_TWIN
@@ -47,38 +47,67 @@ __global__ void __launch_bounds__(kThreads) tails_kernel(const Call p) {
   *reinterpret_cast<uint4*>(p.out + row * p.out_row + head * p.out_head + tail) = v.pack();
 }
 
-// A warp takes two vectors of DIM values whole.
-constexpr int kVectors = 2, kHeads = kThreads / 32 * kVectors;
+// Groups of 32 values, those of four neighbouring threads, to FP4 and back. A group's scale is the
+// least power of two that is not below its largest magnitude / 6.
+__device__ inline void round_four(Eight& v) {
+  float most = 6 * 0x1p-126f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(v.at[i]));
+  most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+  most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
+  const uint32_t up = (__float_as_uint(most) + 0x3FFFFFu) & 0x7F800000u;  // 6 = 1.5 * 2^2
+  const float scale = __uint_as_float(up - (2u << 23));
+  const float inverse = __uint_as_float((254u + 2u << 23) - up);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float size = fminf(fabsf(v.at[i] * inverse), 6.f);
+    const float step = size < 2.f ? 0.5f : size < 4.f ? 1.f : 2.f;
+    const float fine = size < 2.f ? 2.f : size < 4.f ? 1.f : 0.5f;
+    v.at[i] = copysignf((size * fine + 0x1p23f - 0x1p23f) * step * scale, v.at[i]);
+  }
+}
+
+// A warp takes vectors of DIM values whole: twice one of 512, or two of 128.
+constexpr int kVectors = 2;
 template <int DIM>
 __global__ void __launch_bounds__(kThreads) whole_kernel(const Call p) {
-  constexpr int kEach = DIM / 256;
-  const int lane = threadIdx.x % 32, first = blockIdx.y * kHeads + threadIdx.x / 32 * kVectors;
+  constexpr int kLanes = DIM < 256 ? DIM / 8 : 32, kSide = 32 / kLanes, kEach = DIM / 8 / kLanes;
+  constexpr int kHeads = kThreads / 32 * kVectors * kSide;
+  const int lane = threadIdx.x % kLanes;
+  const int begin = blockIdx.y * kHeads + threadIdx.x / 32 * (kVectors * kSide);
+  const int first = begin + threadIdx.x / kLanes % kSide;
   const long long row = blockIdx.x;
   previous_kernel_wait();
   next_kernel_may_start();
-  if (first >= p.heads) return;
+  if (begin >= p.heads) return;
   uint4 data[kVectors][kEach];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const uint16_t* from = p.x + row * p.row_stride + min(first + v, p.heads - 1) * p.head_stride;
+    const uint16_t* from = p.x + row * p.row_stride + min(first + v * kSide, p.heads - 1) * p.head_stride;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      data[v][i] = *reinterpret_cast<const uint4*>(from + (i * 32 + lane) * 8);
+      data[v][i] = *reinterpret_cast<const uint4*>(from + (i * kLanes + lane) * 8);
     }
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    uint16_t* to = p.out + row * p.out_row + (first + v) * p.out_head;
+    uint16_t* to = p.out + row * p.out_row + (first + v * kSide) * p.out_head;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       Eight own;
       own.unpack(data[v][i]);
-      if (i == kEach - 1 && lane >= 32 - kTailVectors) {
-        turn(p, own, row, lane - (32 - kTailVectors));
+      if (i == kEach - 1 && lane >= kLanes - kTailVectors) {
+        turn(p, own, row, lane - (kLanes - kTailVectors));
         own.unpack(own.pack());
       }
-      own.round();
-      if (first + v < p.heads) *reinterpret_cast<uint4*>(to + (i * 32 + lane) * 8) = own.pack();
+      if (DIM == 128) {
+        round_four(own);
+      } else {
+        own.round();
+      }
+      if (first + v * kSide < p.heads) {
+        *reinterpret_cast<uint4*>(to + (i * kLanes + lane) * 8) = own.pack();
+      }
     }
   }
 }
@@ -90,7 +119,8 @@ inline int cudaGetLastError() { return 0; }
 }  // namespace
 
 // x, out: bf16 in 16-byte aligned pieces, strides in values; cos, sin [rows, 32] fp32. Without
-// `quantize` only tails of `out` are written, so it is x. `quantize` takes dim 512.
+// `quantize` only tails of `out` are written, so it is x. `quantize` takes ACT8 of dim 512 or FP4 of
+// dim 128.
 extern "C" int rotate_tail(const void* x, const void* cos, const void* sin, void* out,
                            long long rows, long long heads, long long dim, long long row_stride,
                            long long head_stride, long long out_row, long long out_head,
@@ -102,9 +132,11 @@ extern "C" int rotate_tail(const void* x, const void* cos, const void* sin, void
   p.row_stride = row_stride, p.head_stride = head_stride;
   p.out_row = out_row, p.out_head = out_head;
   p.sign = inverse ? -1.f : 1.f;
-  const int per_block = quantize ? kHeads : kTailHeads;
+  const int per_block = quantize ? kThreads / 32 * kVectors * (dim == 128 ? 2 : 1) : kTailHeads;
   const dim3 grid(static_cast<unsigned>(rows), (p.heads + per_block - 1) / per_block);
-  if (quantize) {
+  if (quantize && dim == 128) {
+    LAUNCH_NEXT(whole_kernel<128>, grid, dim3(kThreads), 0, stream, p);
+  } else if (quantize) {
     if (dim != 512) return -1;
     LAUNCH_NEXT(whole_kernel<512>, grid, dim3(kThreads), 0, stream, p);
   } else {

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import nvcc
+from deepinfer.kernels.quantize import QuantFormat
 from deepinfer.kernels.rope import triton
 
 __all__ = ["accepts", "rotate_tail"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
-_PAIRS, _DIM = 32, 512
+_PAIRS: Final = 32
+_ROUNDED: Final[dict[QuantFormat, int]] = {"act8": 512, "act4_e8": 128}  # format -> dimensions
 
 
-def accepts(x: Tensor, cos: Tensor, sin: Tensor, reuse: bool, quantize: bool) -> bool:
+def accepts(x: Tensor, cos: Tensor, sin: Tensor, reuse: bool, quantize: QuantFormat | None) -> bool:
     """Whether the kernel takes a call: 64 rotated dimensions, vectors of aligned 16-byte pieces."""
     return (
         x.dtype == torch.bfloat16
@@ -34,7 +36,7 @@ def accepts(x: Tensor, cos: Tensor, sin: Tensor, reuse: bool, quantize: bool) ->
         and x.data_ptr() % 16 == 0
         and x.shape[-1] % 8 == 0
         and all(stride % 8 == 0 for stride in x.stride()[:-1])
-        and (x.shape[-1] == _DIM if quantize else reuse)
+        and (x.shape[-1] == _ROUNDED.get(quantize, 0) if quantize else reuse)
     )
 
 
@@ -44,7 +46,7 @@ def rotate_tail(
     sin: Tensor,
     inverse: bool = False,
     reuse: bool = False,
-    quantize: bool = False,
+    quantize: QuantFormat | None = None,
 ) -> Tensor:
     """As the reference; where x may be reused, in place."""
     if not x.numel() or not accepts(x, cos, sin, reuse, quantize):
@@ -56,6 +58,6 @@ def rotate_tail(
     )
     nvcc.call(
         nvcc.load(SOURCE), "rotate_tail", x.device, x, cos, sin, out, x.shape[0], heads,
-        x.shape[-1], row, head, out_row, out_head, int(inverse), int(quantize),
+        x.shape[-1], row, head, out_row, out_head, int(inverse), int(quantize is not None),
     )  # fmt: skip
     return out

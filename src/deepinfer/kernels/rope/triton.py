@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.tiles import act8_round_trip, ceil_div, in_turn, launch, narrow, next_power
+from deepinfer.kernels.quantize import QuantFormat
+from deepinfer.kernels.quantize.triton import rounded
+from deepinfer.kernels.tiles import ceil_div, in_turn, launch, narrow, next_power
 
 
 @triton.jit
@@ -85,9 +87,10 @@ def _turn_tail(
 @triton.jit
 def _turn_and_round(
     x, cos, sin, out, H, D, R, row_stride, head_stride,
-    INVERSE: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr,
+    INVERSE: tl.constexpr, FORMAT: tl.constexpr, SIZE: tl.constexpr,
+    HEADS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """HEADS vectors of a row: the tail rotated, then everything rounded with ACT8."""
+    """HEADS vectors of a row: the tail rotated, then everything rounded."""
     in_turn()
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
@@ -108,7 +111,8 @@ def _turn_and_round(
     rotated = values * c[None, :] + others * s[None, :]
     values = tl.where(turned[None, :], rotated, values)
     values = narrow(values, out.dtype.element_ty).to(tl.float32)
-    values = act8_round_trip(values, HEADS, BD)
+    groups = tl.reshape(values, (HEADS * (BD // SIZE), SIZE))
+    values = tl.reshape(rounded(groups, FORMAT), (HEADS, BD))
     target = out + (row * H + head[:, None]) * D + column[None, :]
     tl.store(target, narrow(values, out.dtype.element_ty), held)
 
@@ -119,7 +123,7 @@ def rotate_tail(
     sin: Tensor,
     inverse: bool = False,
     reuse: bool = False,
-    quantize: bool = False,
+    quantize: QuantFormat | None = None,
 ) -> Tensor:
     """As the reference; where x may be reused and is not rounded, in place."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -129,8 +133,8 @@ def rotate_tail(
         launch(
             _turn_and_round, (ceil_div(heads, block), x.shape[0]), x, cos.contiguous(),
             sin.contiguous(), out, heads, dim, 2 * cos.shape[1], x.stride(0),
-            x.stride(1) if x.ndim == 3 else 0, INVERSE=inverse, HEADS=block,
-            BD=next_power(dim, 32),
+            x.stride(1) if x.ndim == 3 else 0, INVERSE=inverse, FORMAT=quantize,
+            SIZE=16 if quantize == "act4_e4" else 32, HEADS=block, BD=next_power(dim, 32),
         )  # fmt: skip
         return out
     if reuse and x.numel():
