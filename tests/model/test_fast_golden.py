@@ -17,7 +17,7 @@ from deepinfer.cache.tensors import Caches
 from deepinfer.config.load import resolve_model
 from deepinfer.model.fast.attention import attention
 from deepinfer.model.fast.block import run_block
-from deepinfer.model.fast.engram import add_engram
+from deepinfer.model.fast.engram import add_engram, engram_products
 from deepinfer.model.fast.inputs import SequenceRows, build_inputs
 from deepinfer.model.fast.model import FastModel
 from deepinfer.model.fast.session import Session
@@ -91,7 +91,8 @@ def forced(projection: str) -> dict[str, Tensor]:
         if given is not None:
             stream, pre = given
         if layer.engram_idx is not None and block.engram is not None:
-            step.note("engram_out", add_engram(step, block.engram, stream, rows[layer.engram_idx]))
+            kv = engram_products(step, block.engram, rows[layer.engram_idx])
+            step.note("engram_out", add_engram(step, block.engram, stream, kv))
             stream = golden.forced_engram(layer.engram_idx)
 
         def attend(x: Tensor, layer=layer, block=block) -> Tensor:  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ from deepinfer.model.fast.step import Step
 from deepinfer.model.fast.weights import EngramWeights
 from deepinfer.parallel.tables import Read
 
-__all__ = ["EngramHash", "add_engram"]
+__all__ = ["EngramHash", "add_engram", "engram_products"]
 
 
 class EngramHash:
@@ -66,18 +66,22 @@ class EngramHash:
         ]
 
 
-def add_engram(
-    step: Step, weights: EngramWeights, stream: Tensor, rows: Tensor, read: Read | None = None
+def engram_products(
+    step: Step, weights: EngramWeights, rows: Tensor, read: Read | None = None
 ) -> Tensor:
-    """Add the looked-up values to stream [T, M, C].
+    """Return what a layer's gate makes of rows [T, columns]: keys and values, side by side.
 
     read  the rows' values, where the step began with reading them
     """
-    ops = step.ops
+    ops, dtype = step.ops, step.numerics.dtype
     if read is not None:
-        values = read.wait(stream.dtype)
+        values = read.wait(dtype)
     else:
         rows = rows % weights.codes.shape[0] if weights.fold else rows
-        values = ops.engram_lookup(weights.codes, weights.scale, rows, stream.dtype)
-    kv = ops.fp8_linear(values, weights.wkv, step.numerics.quantize)
-    return ops.engram_gate(stream, kv, weights.qk_weight, step.config.rms_norm_eps)
+        values = ops.engram_lookup(weights.codes, weights.scale, rows, dtype)
+    return ops.fp8_linear(values, weights.wkv, step.numerics.quantize)
+
+
+def add_engram(step: Step, weights: EngramWeights, stream: Tensor, kv: Tensor) -> Tensor:
+    """Add what `engram_products` returned to stream [T, M, C] through the gate."""
+    return step.ops.engram_gate(stream, kv, weights.qk_weight, step.config.rms_norm_eps)

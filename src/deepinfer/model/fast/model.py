@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from deepinfer.model.fast.attention import attention
 from deepinfer.model.fast.beside import Side
 from deepinfer.model.fast.block import Open, run_block, run_open, sites_of
 from deepinfer.model.fast.compressor import compress_step
-from deepinfer.model.fast.engram import EngramHash, add_engram
+from deepinfer.model.fast.engram import EngramHash, add_engram, engram_products
 from deepinfer.model.fast.few import FewBlock, FewRows, fits
 from deepinfer.model.fast.inputs import ModelInputs, Replay
 from deepinfer.model.fast.moe import serve_experts
@@ -241,7 +241,7 @@ class FastModel:
         few = self._few(step, stream, pre)
         opened = Open(stream, pre) if self._fused and step.trace is None else None
         rows = [] if self._hash is None else self._hash.rows(step)
-        reads = self._read(rows)
+        ngrams = self._look_up(step, rows)
         taps = _Taps(len(config.dspark_target_layer_ids))
         for layer, block in zip(config.layers, self.blocks, strict=True):
             enters = inputs.replay is not None and layer.layer_id == config.first_decoder_layer
@@ -262,8 +262,8 @@ class FastModel:
                 if inputs.replay.places is not None and logits_rows is not None:
                     logits_rows = inputs.replay.places[logits_rows]
             if layer.engram_idx is not None and block.engram is not None:
-                idx = layer.engram_idx
-                stream = add_engram(step, block.engram, stream, rows[idx], reads.get(idx))
+                kv = ngrams[layer.engram_idx]()
+                stream = add_engram(step, block.engram, stream, kv)
                 if few is not None:
                     few.put(stream)
                 step.note("engram_out", stream)
@@ -289,8 +289,9 @@ class FastModel:
         if opened is not None:
             opened = opened.close(ops)
             stream, pre = opened.stream, opened.pre
+        stored: Callable[[], None] | None = None
         if self.draft is not None:
-            self.draft.store(step, taps.features)
+            stored = step.beside(functools.partial(self.draft.store, step, taps.features))
         if trace is not None and step.trace is not None:
             if rows:
                 step.note("engram_hash", torch.stack(rows, dim=1).int())
@@ -298,6 +299,16 @@ class FastModel:
                 step.note("main_hidden", taps.features)
             for name, values in step.trace.items():
                 trace[name] = values[0] if name in _PER_SEQUENCE else torch.stack(values)
+        logits = self._logits(step, stream, pre, logits_rows)
+        if stored is not None:
+            stored()
+        return logits
+
+    def _logits(
+        self, step: Step, stream: Tensor, pre: Tensor, logits_rows: Tensor | None
+    ) -> Tensor:
+        """Return the logits of the named rows, None = all."""
+        ops = self.ops
         if logits_rows is not None and not logits_rows.shape[0]:
             return self._no_logits(stream)
         context = step.inputs.context
@@ -309,8 +320,24 @@ class FastModel:
             hidden = context.logits(ops.hyper_collapse(stream, pre))
             if not context.draws:
                 return self._no_logits(stream)
-        hidden = ops.rms_norm(hidden, self.norm, config.rms_norm_eps)
+        hidden = ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
         return ops.dense_linear(hidden, self.head, torch.float32)
+
+    def _look_up(self, step: Step, rows: Sequence[Tensor]) -> dict[int, Callable[[], Tensor]]:
+        """Return what makes or awaits the products of each Engram layer.
+
+        Where a step has branches those of tables on the device are made beside the first layers.
+        """
+        found: dict[int, Callable[[], Tensor]] = {}
+        reads = self._read(rows)
+        for layer, block in zip(self.config.layers, self.blocks, strict=True):
+            idx = layer.engram_idx
+            if idx is not None and block.engram is not None:
+                read = reads.get(idx)
+                work = functools.partial(engram_products, step, block.engram, rows[idx], read)
+                begins = step.branches and read is None
+                found[idx] = step.beside(work) if begins else work
+        return found
 
     @property
     def ahead(self) -> bool:
