@@ -113,7 +113,9 @@ def project_output(
     """Rotate outputs [T, H, D] back and project them to [T, C]."""
     ops, config = step.ops, step.config
     rounded = step.fuses and step.numerics.fp8_output
-    out = ops.rotate_tail(out, *rotation, inverse=True, reuse=True, quantize="act8" if rounded else None)
+    out = ops.rotate_tail(
+        out, *rotation, inverse=True, reuse=True, quantize="act8" if rounded else None
+    )
     grouped = out.reshape(out.shape[0], config.o_groups, -1)
     quantize = step.numerics.fp8_output and not rounded
     latent = ops.grouped_linear(grouped, weights.wo_a, quantize)
