@@ -13,6 +13,8 @@ from deepinfer.bench import cpu as suite
 from deepinfer.bench.report import Figure, Record, read
 from deepinfer.cli import bench
 from deepinfer.cli.common import UsageError
+from deepinfer.cli.main import main
+from deepinfer.device.cpu import CpuDevice
 from deepinfer.errors import ConfigError
 
 RECORD = Record(
@@ -99,6 +101,28 @@ def test_usage_errors(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         call(*argv)
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("form", ["decode", "slice"])
+def test_steps_that_no_memory_holds_are_refused(
+    form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(CpuDevice, "available_bytes", lambda self: 10**9)
+    assert main(["bench", form, "--device", "cpu", "--depth", "3"]) == 1
+    assert "alone take" in capsys.readouterr().err
+
+
+def test_an_empty_file_holds_no_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kept.jsonl"
+    file.write_text("\n\n")
+    for argv in (
+        ["bench", "show"],
+        ["sim", "check"],
+        ["sim", "run", "--kernels"],
+        ["eval", "--read"],
+    ):
+        assert main([*argv, str(file)]) == 1
+        assert capsys.readouterr().err == f"deepinfer: {file} holds no records\n"
 
 
 def test_show_of_an_absent_file(tmp_path: Path) -> None:

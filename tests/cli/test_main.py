@@ -107,6 +107,37 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"    {name} " in shown and line in shown for name, line in COMMANDS.items())
 
 
+@pytest.mark.parametrize(
+    ("argv", "mistake"),
+    [
+        (
+            ["generate", "--max-tokens", "1e3"],
+            "argument --max-tokens: found '1e3', expected an int",
+        ),
+        (["chat", "--top-p", "half"], "argument --top-p: found 'half', expected a number"),
+        (["inspect", "demo", "--expert-parallel", "0"], "found '0', expected an integer >= 1"),
+        (["sim", "run", "--seeds", "0"], "argument --seeds: found '0', expected an integer >= 1"),
+        (["trace", "--model", "demo"], "the following arguments are required: --token-ids, --out"),
+        (["bench"], "the following arguments are required: FORM"),
+    ],
+)
+def test_a_mistake_is_told_without_all_flags(
+    argv: list[str], mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    told = capsys.readouterr()
+    first, second = told.err.splitlines()
+    command = " ".join(["deepinfer", *argv[: 2 if argv[0] == "sim" else 1]])
+    assert first.startswith(f"{command}: ") and mistake in first and told.out == ""
+    assert second == f"{command} --help lists what it takes"
+
+
+def test_no_command_prints_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and all(name in told.err for name in COMMANDS)
+
+
 @pytest.mark.parametrize("command", WRITTEN)
 def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0

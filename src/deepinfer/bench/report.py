@@ -11,7 +11,7 @@ from typing import Final, Literal, Protocol, TypeVar
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.fields import show
-from deepinfer.errors import ConfigError
+from deepinfer.errors import ConfigError, json_problem
 
 __all__ = ["Figure", "Record", "append", "changed_settings", "read", "read_lines", "table"]
 
@@ -109,22 +109,24 @@ def read(file: Path) -> list[Record]:
 def read_lines(file: Path, parse: Callable[[str], _Line]) -> list[_Line]:
     """Parse the lines of a file that are not empty; `parse` raises ValueError for a bad one.
 
-    Raises ConfigError naming the first bad line.
+    Raises ConfigError naming the first bad line, or saying that there is none at all.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8: {error}") from error
+        raise ConfigError(f"cannot read {file}: {json_problem(error)}") from error
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             records.append(parse(line))
-        except ValueError as error:
-            raise ConfigError(f"{file}, line {number}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{file}, line {number}: {json_problem(error)}") from error
+    if not records:
+        raise ConfigError(f"{file} holds no records")
     return records
 
 

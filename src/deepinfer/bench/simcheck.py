@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from deepinfer.bench.report import read_lines
 from deepinfer.bench.simfit import (
     Kind,
     drawn_experts,
@@ -95,28 +96,24 @@ def read_measured(file: Path) -> list[Measured]:
 
     Raises ConfigError naming the first line that is no record of a benchmark.
     """
+    return [found for found in read_lines(file, _measured) if found is not None]
+
+
+def _measured(line: str) -> Measured | None:
+    """Return the decode step of a line, None for a record of something else."""
+    entry = json.loads(line)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            suite = entry.get("suite")
-            if suite == "steps":
-                record = read_step(line)
-                if is_decode(record):
-                    found.append(_of_record(record))
-            elif suite == "scaling" and "step_us" in entry and entry["what"] in _FORMS:
-                found.append(_of_scaling(entry))
-            elif suite is None and "what" not in entry:
-                raise ValueError("no record of a benchmark")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{file}, line {number}: {error}") from error
-    return found
+        suite = entry.get("suite")
+        if suite == "steps":
+            record = read_step(line)
+            return _of_record(record) if is_decode(record) else None
+        if suite == "scaling" and "step_us" in entry and entry["what"] in _FORMS:
+            return _of_scaling(entry)
+        if suite is None and "what" not in entry:
+            raise ValueError("no record of a benchmark")
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"no record of a benchmark: {error}") from error
+    return None
 
 
 def _of_record(record: StepRecord) -> Measured:

@@ -17,6 +17,7 @@ from deepinfer.bench.modelbench import (
     ModelBench,
     OpSplit,
     StepTime,
+    choose_layers,
     decode_step,
     prefill_step,
     split_ops,
@@ -161,7 +162,7 @@ def measure_steps(
     keep  called with each record once it is measured
     """
     plan = Slice(ranks=asked.ranks, mode="fold", seed=asked.seed) if asked.ranks > 1 else None
-    _check(config, asked, plan)
+    _check(config, asked, plan, device)
     records: list[StepRecord] = []
     bench: ModelBench | None = None
     chip = _chip(device)
@@ -195,10 +196,10 @@ def measure_slice(
     keep      called with each record once it is measured
     chunk     a prompt's chunk to time afterwards on the same weights
     """
-    _check(config, asked, plan)
+    _check(config, asked, plan, device)
     todo = [(asked, sequences, prefill) for sequences in asked.sequences]
     if chunk is not None:
-        _check(config, chunk, plan)
+        _check(config, chunk, plan, device)
         todo += [(chunk, sequences, True) for sequences in chunk.sequences]
     records: list[StepRecord] = []
     bench: ModelBench | None = None
@@ -221,9 +222,18 @@ def measure_slice(
     return records
 
 
-def _check(config: ModelConfig, asked: Asked, plan: Slice | None) -> None:
+def _check(config: ModelConfig, asked: Asked, plan: Slice | None, device: str) -> None:
     """Refuse what cannot be run; raises ConfigError with every problem."""
     problems = []
+    held = config.n_routed_experts // (plan.ranks if plan is not None else 1)
+    layers = len(choose_layers(config, asked.depth or config.num_hidden_layers))
+    least = layers * held * 3 * config.hidden_size * config.moe_intermediate_size // 2
+    available = pick_device(device).available_bytes()
+    if least > available:
+        problems.append(
+            f"memory: {held} experts in each of {layers} layers alone take {least / 1e9:,.1f} GB, "
+            f"{available / 1e9:,.1f} are free here: give --ranks, --depth or smaller --dims"
+        )
     if plan is not None and config.n_routed_experts % plan.ranks:
         problems.append(f"ranks: {plan.ranks} does not divide {config.n_routed_experts} experts")
     longest = asked.context + asked.rows

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Final
 
 from deepinfer.bench.report import Record, append, changed_settings, read, read_lines, table
-from deepinfer.cli.common import SubParsers, add_settings, engine_config, note, positive
+from deepinfer.cli.common import (
+    SubParsers,
+    add_settings,
+    decimal,
+    engine_config,
+    integer,
+    note,
+    positive,
+)
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 from deepinfer.errors import ConfigError
 
@@ -145,7 +153,7 @@ def _add_kernels(forms: SubParsers[argparse.ArgumentParser]) -> None:
     )
     kernels.add_argument(
         "--alone",
-        type=float,
+        type=decimal,
         nargs="?",
         default=0.0,
         const=0.5,
@@ -221,7 +229,7 @@ def _add_steps(forms: SubParsers[argparse.ArgumentParser]) -> None:
         context = 131072 if form in ("decode", "slice") else 8192 if form == "layer" else 0
         parser.add_argument(
             "--context",
-            type=int,
+            type=integer,
             default=context,
             metavar="N",
             help=f"cached tokens of each sequence ({context})",
@@ -274,14 +282,14 @@ def _add_slice(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hot",
-        type=float,
+        type=decimal,
         default=1.0,
         metavar="X",
         help="rows of this rank over the mean of all (%(default)s)",
     )
     parser.add_argument(
         "--accepted",
-        type=float,
+        type=decimal,
         default=3.29,
         metavar="X",
         help="tokens that a sequence gains in a step (%(default)s)",
@@ -301,7 +309,7 @@ def _add_slice(parser: argparse.ArgumentParser) -> None:
         ("--gb-s", 350.0, "rate of a rank's link, 1e9 bytes a second"),
     ):
         parser.add_argument(
-            name, type=float, default=value, metavar="X", help=f"{what} (%(default)s)"
+            name, type=decimal, default=value, metavar="X", help=f"{what} (%(default)s)"
         )
 
 

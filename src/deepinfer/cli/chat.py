@@ -21,7 +21,9 @@ from deepinfer.cli.common import (
     SubParsers,
     UsageError,
     add_settings,
+    decimal,
     engine_config,
+    integer,
     interrupt_sets_flag,
     note,
     parse_ids,
@@ -33,7 +35,7 @@ from deepinfer.cli.shapes import add_shape_flags, approximations, shape_of
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 from deepinfer.dialog.chat import ChatCompletion, ChatOptions, check_options, default_max_tokens
 from deepinfer.engine.request import SamplingParams
-from deepinfer.errors import ConfigError, RequestError
+from deepinfer.errors import ConfigError, RequestError, json_problem
 
 if TYPE_CHECKING:
     from deepinfer.llm import LLM
@@ -78,11 +80,11 @@ def add_parser(subparsers: SubParsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--effort", help="how much: low, high, max or a number from 1 to 100")
     parser.add_argument("--hide-thinking", action="store_true", help="do not show what it thinks")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, help="most tokens of an answer")
-    sampling.add_argument("--temperature", type=float, help="0 takes the likeliest token (1)")
-    sampling.add_argument("--top-p", type=float, help="in (0, 1] (1)")
-    sampling.add_argument("--top-k", type=int, help="-1 is off (-1)")
-    sampling.add_argument("--seed", type=int, help="makes the draws repeatable (random)")
+    sampling.add_argument("--max-tokens", type=integer, help="most tokens of an answer")
+    sampling.add_argument("--temperature", type=decimal, help="0 takes the likeliest token (1)")
+    sampling.add_argument("--top-p", type=decimal, help="in (0, 1] (1)")
+    sampling.add_argument("--top-k", type=integer, help="-1 is off (-1)")
+    sampling.add_argument("--seed", type=integer, help="makes the draws repeatable (random)")
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="a text that ends an answer; repeatable"
     )
@@ -368,7 +370,7 @@ def _read_json(name: str) -> object:
     except OSError as error:
         raise RequestError(f"cannot read {name}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{name} is no JSON: {error}") from error
+        raise RequestError(f"{name} is no JSON: {json_problem(error)}") from error
 
 
 def _read_tools(name: str) -> list[Tool]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import load_engine_config
@@ -21,7 +21,9 @@ __all__ = [
     "UsageError",
     "add_sampling",
     "add_settings",
+    "decimal",
     "engine_config",
+    "integer",
     "interrupt_sets_flag",
     "note",
     "parse_ids",
@@ -43,6 +45,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:  # whatever argparse takes
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        """End with the mistake and where the flags are told, not with all of them; exit code 2."""
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists what it takes\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print help on stdout and errors on stderr; unlike argparse's own, a full stdout fails."""
@@ -79,12 +85,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling(sampling: argparse._ArgumentGroup) -> None:
     """Add the flags of how to draw; what is not given stays None."""
-    sampling.add_argument("--max-tokens", type=int, help="most tokens to generate (16)")
-    sampling.add_argument("--min-tokens", type=int, help="fewest tokens to generate (0)")
-    sampling.add_argument("--temperature", type=float, help="0 takes the likeliest token (1)")
-    sampling.add_argument("--top-p", type=float, help="in (0, 1] (1)")
-    sampling.add_argument("--top-k", type=int, help="-1 is off (-1)")
-    sampling.add_argument("--seed", type=int, help="makes the draws repeatable (random)")
+    sampling.add_argument("--max-tokens", type=integer, help="most tokens to generate (16)")
+    sampling.add_argument("--min-tokens", type=integer, help="fewest tokens to generate (0)")
+    sampling.add_argument("--temperature", type=decimal, help="0 takes the likeliest token (1)")
+    sampling.add_argument("--top-p", type=decimal, help="in (0, 1] (1)")
+    sampling.add_argument("--top-k", type=integer, help="-1 is off (-1)")
+    sampling.add_argument("--seed", type=integer, help="makes the draws repeatable (random)")
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="a text that ends the output; repeatable"
     )
@@ -95,7 +101,7 @@ def add_sampling(sampling: argparse._ArgumentGroup) -> None:
     sampling.add_argument(
         "--logprobs", action="store_true", default=None, help="log-probability of each token"
     )
-    sampling.add_argument("--top-logprobs", type=int, metavar="N", help="and of N alternatives")
+    sampling.add_argument("--top-logprobs", type=integer, metavar="N", help="and of N alternatives")
 
 
 def engine_config(args: argparse.Namespace, **values: str) -> EngineConfig:
@@ -143,6 +149,14 @@ def parse_ids(text: str) -> list[int]:
         ) from None
 
 
+def integer(text: str) -> int:
+    """Read an integer; raises argparse.ArgumentTypeError otherwise."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer") from None
+
+
 def positive(text: str) -> int:
     """Read an integer >= 1; raises argparse.ArgumentTypeError otherwise."""
     try:
@@ -152,6 +166,14 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer >= 1")
     return value
+
+
+def decimal(text: str) -> float:
+    """Read a number, NaN and infinities too; raises argparse.ArgumentTypeError otherwise."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number") from None
 
 
 @contextmanager

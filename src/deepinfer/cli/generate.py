@@ -26,7 +26,7 @@ from deepinfer.cli.output import Meter, print_results, speed
 from deepinfer.cli.shapes import add_shape_flags, approximations, shape_of
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 from deepinfer.engine.request import SamplingParams
-from deepinfer.errors import ConfigError, RequestError
+from deepinfer.errors import ConfigError, RequestError, json_problem
 
 __all__ = ["add_parser", "run"]
 
@@ -173,5 +173,5 @@ def _read_prompt(name: str) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8: {error}") from error
+        raise ValueError(json_problem(error)) from error
     return text.removesuffix("\n").removesuffix("\r")

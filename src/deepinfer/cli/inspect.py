@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, TypedDict
 
 from deepinfer.cache.layout import CacheLayout, Ring
+from deepinfer.cli.common import integer, positive
 from deepinfer.config.load import load_model_config, resolve_model
 from deepinfer.config.mesh import Mesh
 from deepinfer.config.model import ModelConfig
@@ -80,9 +81,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Check a checkpoint and print its tensors, sizes, formats and parameters.",
     )
     parser.add_argument("model", help="checkpoint folder, 'demo', 'golden' or a config.json alone")
-    parser.add_argument("--rank", type=int, help="also print what this rank would hold")
-    parser.add_argument("--expert-parallel", type=int, default=1, metavar="N", help="expert ranks")
-    parser.add_argument("--engram-parallel", type=int, default=1, metavar="N", help="Engram ranks")
+    parser.add_argument("--rank", type=integer, help="also print what this rank would hold")
+    parser.add_argument(
+        "--expert-parallel", type=positive, default=1, metavar="N", help="expert ranks"
+    )
+    parser.add_argument(
+        "--engram-parallel", type=positive, default=1, metavar="N", help="Engram ranks"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(func=run)
 

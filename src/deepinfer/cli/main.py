@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Final
 
 import deepinfer
-from deepinfer.cli.common import Parser, UsageError, note
+from deepinfer.cli.common import Parser, UsageError, note, tell
 from deepinfer.config.load import log_level
 from deepinfer.errors import ConfigError, DeepInferError, UnsupportedError
 
@@ -117,6 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     """Parse and run; argparse's own endings become exit codes."""
     command = next((text for text in argv if not text.startswith("-")), None)
+    if not argv:
+        tell(build_parser().format_help())
+        return USAGE
     try:
         args = build_parser(command).parse_args(argv)
     except SystemExit as stop:  # argparse has printed why

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from deepinfer.cli.common import UsageError
-from deepinfer.errors import RequestError
+from deepinfer.errors import RequestError, json_problem
 from deepinfer.grammar.report import Report, Status
 from deepinfer.grammar.spec import Structured
 
@@ -77,4 +77,4 @@ def _read(flag: str, name: str) -> str:
     except OSError as error:
         raise RequestError(f"cannot read {flag} {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RequestError(f"{flag} {name} is not UTF-8: {error}") from error
+        raise RequestError(f"cannot read {flag} {name}: {json_problem(error)}") from error

@@ -19,6 +19,7 @@ from deepinfer.cli.common import (
     UsageError,
     add_settings,
     engine_config,
+    integer,
     note,
     parse_ids,
     positive,
@@ -88,7 +89,11 @@ def add_job(parser: argparse.ArgumentParser, required: bool) -> None:
     )
     parser.add_argument("--chunk", type=positive, help="prefill the fast path in such pieces (all)")
     parser.add_argument(
-        "--decode", type=int, default=0, metavar="M", help="then decode M tokens, one at a time (0)"
+        "--decode",
+        type=integer,
+        default=0,
+        metavar="M",
+        help="then decode M tokens, one at a time (0)",
     )
     parser.add_argument(
         "--decode-ids",

@@ -194,10 +194,12 @@ def load_settings(file: Path | None, sets: Sequence[str] = ()) -> Settings:
     values.update(parse_setting(text) for text in sets)
     known = [each.name for each in fields(Settings)]
     unknown = [
-        f"{key}: unknown key{near_matches(key, known)}" for key in values if key not in known
+        f"{key}: unknown setting{near_matches(key, known)}" for key in values if key not in known
     ]
     if unknown:
-        raise ConfigError("settings of a simulation", unknown)
+        raise ConfigError(
+            "unknown settings of a simulation; `deepinfer sim run --help` lists all", unknown
+        )
     hints = get_type_hints(Settings)
     for key, value in values.items():
         if hints[key] is float and isinstance(value, int) and not isinstance(value, bool):
@@ -219,8 +221,10 @@ def parse_setting(text: str) -> tuple[str, object]:
 def _read(file: Path) -> Mapping[str, object]:
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {file}: {json_problem(error)}") from error
     try:
         if file.suffix == ".toml":
             found: object = tomllib.loads(text)
