@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.cli.main import build_parser
+from deepinfer.cli.main import COMMANDS, build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -38,6 +38,16 @@ def test_command_lines_of_the_pages_are_taken() -> None:
             build_parser(words[0]).parse_args(words)
         except (Exception, SystemExit) as error:
             pytest.fail(f"{page}: {text}: {error}")
+
+
+def test_the_page_of_commands_names_them_all() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    for command in COMMANDS:
+        assert f"| `{command}" in page, command
+        (groups,) = build_parser(command)._subparsers._group_actions  # type: ignore[union-attr]
+        parts = groups.choices[command]._subparsers  # type: ignore[index]
+        for form in parts._group_actions[0].choices if parts is not None else ():
+            assert f"`{command} {form}" in page, (command, form)
 
 
 def test_kept_figures_that_the_pages_show_are_there() -> None:

@@ -35,7 +35,7 @@ _SCHEMA: Final = {
     "additionalProperties": False,
 }
 _SHAPED: Final = SamplingParams(
-    temperature=0.7, seed=1, max_tokens=64, structured=Structured(json=_SCHEMA)
+    temperature=0.7, seed=3, max_tokens=64, structured=Structured(json=_SCHEMA)
 )
 _HELD_OUT: Final = 8
 _PROMPT_TOKENS: Final = 128
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the demonstration on a CPU and print it."""
     prompt = argv[0] if argv and argv[0] else _PROMPT
     start = time.perf_counter()
-    with LLM(DEMO_MODEL, device="cpu") as llm:
+    with LLM(DEMO_MODEL, device="cpu", config={"grammar.max_whitespace": 0}) as llm:
         loaded = time.perf_counter()
         print(f"Loaded in {loaded - start:.1f} s: 8 million parameters, which know little.")
         print(f"\nText (temperature 0.7, seed 0):\n\n{prompt}", end="", flush=True)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         (reply,) = llm.chat(messages, _ANSWER, thinking=False)
         print(f"\n\nChat (greedy):\n\nUser: {_QUESTION}\nAssistant: {reply.content}")
         (shaped,) = llm.generate(["A record of the book:\n"], _SHAPED)
-        print(f"\nJSON of a schema:\n\n{shaped.text or shaped.error}")
+        print(f"\nJSON of a schema, without white space:\n\n{shaped.text or shaped.error}")
     speed = (len(done.token_ids) - 1) / (done.finish_s - done.ttft_s)
     print(f"\nSpeed of the text above: {speed:.1f} tokens/s, one stream, without drafts.")
     with LLM(DEMO_MODEL, device="cpu", config={"speculation.num_drafts": _DRAFTS}) as llm:
