@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 
 if __name__ == "__main__":
@@ -26,7 +27,7 @@ from deepinfer.kernels.decode_rows import LayoutForm, lay_out_plain
 from deepinfer.kernels.draw import largest
 from deepinfer.kernels.engram import places as engram_places
 from deepinfer.kernels.expert_linear.reference import swiglu
-from deepinfer.kernels.paged_index.places import block_entries, flat_entries
+from deepinfer.kernels.paged_index.places import flat_entries
 from deepinfer.kernels.quantize import act8_values
 from deepinfer.kernels.table import TABLE
 from deepinfer.sampling.noise import LARGEST_UNIFORM
@@ -282,19 +283,14 @@ TURNED = [(3, False, False), (3, False, True), (0, True, False), (2, True, False
 DRAWN = [(5, 288, 0), (3, 5001, 1), (9, 10, 0)]
 
 
-def flat_places() -> tuple[Tensor, Tensor, Tensor, int]:
-    """Entries of five rows of three sequences, some absent."""
+def flat_places() -> Iterator[tuple[Tensor, Tensor, Tensor, int, Tensor | None, int]]:
+    """Entries of five rows of three sequences, some absent, or columns of candidate blocks."""
     generator = torch.Generator().manual_seed(1)
     entries = torch.randint(-1, 60, (5, 21), generator=generator)
     table = torch.randperm(30, generator=generator).view(3, 10)
-    return entries, table, torch.tensor([2, 0, 1, 1, 0]), 6
-
-
-def block_places() -> tuple[Tensor, Tensor, int]:
-    """Columns of five rows with candidate blocks of eight entries, some absent."""
-    generator = torch.Generator().manual_seed(2)
-    found = torch.randint(-1, 48, (5, 21), generator=generator)
-    return found, torch.randint(0, 30, (5, 6), generator=generator), 8
+    rows = torch.tensor([2, 0, 1, 1, 0])
+    yield entries, table, rows, 6, None, 1
+    yield entries, table, rows, 6, torch.randint(0, 7, (5, 8), generator=generator), 8
 
 
 def streams(module, dtype: torch.dtype) -> list[Tensor]:
@@ -373,12 +369,10 @@ def run(seed: int) -> list[str]:
         if got is not x or not torch.equal(got, want):
             failures.append(f"rotate_tail in place, {heads} heads: other values")
     failures += rounded(seed)
-    places = flat_places()
     twin = import_module("deepinfer.kernels.paged_index.triton")
-    if not torch.equal(twin.flat_entries(*places), flat_entries(*places)):
-        failures.append("flat_entries: other values")
-    if not torch.equal(twin.block_entries(*block_places()), block_entries(*block_places())):
-        failures.append("block_entries: other values")
+    for places in flat_places():
+        if not torch.equal(twin.flat_entries(*places), flat_entries(*places)):
+            failures.append("flat_entries: other values")
     twin = import_module("deepinfer.kernels.draw.triton")
     for setting in DRAWN:
         mine = drawn(lambda *given: twin.draw(*given, LARGEST_UNIFORM), *setting)
@@ -542,8 +536,8 @@ def compile_all(archs: list[int]) -> list[str]:
     )
     for op, arguments in rounding(0).items():
         implementation(op, "triton")(*arguments)
-    import_module("deepinfer.kernels.paged_index.triton").flat_entries(*flat_places())
-    import_module("deepinfer.kernels.paged_index.triton").block_entries(*block_places())
+    for places in flat_places():
+        import_module("deepinfer.kernels.paged_index.triton").flat_entries(*places)
     made = import_module("deepinfer.kernels.draw.triton")
     drawn(lambda *given: made.draw(*given, LARGEST_UNIFORM), *DRAWN[0])
     made.log_sum_exp(torch.randn(2, 300))

@@ -26,9 +26,9 @@ def test_a_decode_step_launches_few_kernels() -> None:
     # One of each layer's folds the choices onto the experts that this model has.
     assert counts["2 reuse 2"] == counts["4 reuse 1"] <= 21, told["2 reuse 2"]
     assert counts["0 window 0"] <= 24, told["0 window 0"]
-    assert counts["1 full 2"] <= 37, told["1 full 2"]
-    assert counts["3 full 1"] <= 37, told["3 full 1"]
-    assert counts["5 reindex 1"] <= 32, told["5 reindex 1"]
+    assert counts["1 full 2"] <= 35, told["1 full 2"]
+    assert counts["3 full 1"] <= 35, told["3 full 1"]
+    assert counts["5 reindex 1"] <= 29, told["5 reindex 1"]
     assert counts["draft 1"] <= 22, told["draft 1"]
     assert counts[""] <= 70, told[""]
     assert sum(counts.values()) == len(step.found)

@@ -9,17 +9,27 @@ from torch import Tensor
 __all__ = ["block_entries", "flat_entries"]
 
 
-def flat_entries(entries: Tensor, table: Tensor, rows: Tensor, per_block: int) -> Tensor:
+def flat_entries(
+    entries: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    per_block: int,
+    blocks: Tensor | None = None,
+    size: int = 1,
+) -> Tensor:
     """Return block * per_block + offset of each entry.
 
     entries  [T, K]      int64 entries of each row's sequence, -1 = absent, and stays so
     table    [S, width]  int64 block tables
     rows     [T]         int64, the row of `table` that is a row's sequence
+    blocks   [T, N]      int64: `entries` are columns of these blocks, as of `block_entries`
     """
     if entries.device.type == "cuda" and find_spec("triton"):
         from deepinfer.kernels.paged_index import triton
 
-        return triton.flat_entries(entries, table, rows, per_block)
+        return triton.flat_entries(entries, table, rows, per_block, blocks, size)
+    if blocks is not None:
+        entries = block_entries(entries, blocks, size)
     held = entries.clamp(min=0)
     page = table[rows[:, None], held // per_block]
     return (page * per_block + held % per_block).masked_fill_(entries < 0, -1)
@@ -31,9 +41,5 @@ def block_entries(found: Tensor, blocks: Tensor, size: int) -> Tensor:
     found   [T, K]  int64 columns, -1 = absent, and stays so
     blocks  [T, N]  int64: column c is entry c % size of block blocks[c // size]
     """
-    if found.device.type == "cuda" and find_spec("triton"):
-        from deepinfer.kernels.paged_index import triton
-
-        return triton.block_entries(found, blocks, size)
     held = found.clamp(min=0)
     return (blocks.gather(1, held // size) * size + held % size).masked_fill_(found < 0, -1)

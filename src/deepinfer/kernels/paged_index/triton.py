@@ -120,7 +120,10 @@ def paged_index_score(
 
 
 @triton.jit
-def _flat(entries, table, rows, out, K, per_block, width, BLOCK: tl.constexpr):
+def _flat(
+    entries, table, rows, blocks, out, K, per_block, width, N, size,
+    CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     in_turn()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -128,47 +131,26 @@ def _flat(entries, table, rows, out, K, per_block, width, BLOCK: tl.constexpr):
     entry = tl.load(entries + row * K + column, held, -1)
     known = held & (entry >= 0)
     entry = tl.where(known, entry, 0)
+    if CHOSEN:
+        entry = tl.load(blocks + row * N + entry // size, known, 0) * size + entry % size
     page = tl.load(table + tl.load(rows + row) * width + entry // per_block, known, 0)
     flat = page * per_block + entry % per_block
     tl.store(out + row * K + column, tl.where(known, flat, -1), held)
 
 
-def flat_entries(entries: Tensor, table: Tensor, rows: Tensor, per_block: int) -> Tensor:
+def flat_entries(
+    entries: Tensor, table: Tensor, rows: Tensor, per_block: int, blocks: Tensor | None, size: int
+) -> Tensor:
     """As `places.flat_entries`."""
     entries, table = entries.contiguous(), table if table.stride(1) == 1 else table.contiguous()
     out = torch.empty_like(entries)
     num_rows, count = entries.shape
     if out.numel():
         block = min(512, next_power(count))
+        chosen = table if blocks is None else blocks.contiguous()
         launch(
-            _flat, (ceil_div(count, block), num_rows), entries, table, rows.contiguous(), out,
-            count, per_block, table.stride(0), BLOCK=block,
-        )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _block_entries(found, blocks, out, K, N, size, BLOCK: tl.constexpr):
-    in_turn()
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    held = column < K
-    place = tl.load(found + row * K + column, held, -1)
-    known = held & (place >= 0)
-    place = tl.where(known, place, 0)
-    entry = tl.load(blocks + row * N + place // size, known, 0) * size + place % size
-    tl.store(out + row * K + column, tl.where(known, entry, -1), held)
-
-
-def block_entries(found: Tensor, blocks: Tensor, size: int) -> Tensor:
-    """As `places.block_entries`."""
-    found, blocks = found.contiguous(), blocks.contiguous()
-    out = torch.empty_like(found)
-    num_rows, count = found.shape
-    if out.numel():
-        block = min(512, next_power(count))
-        launch(
-            _block_entries, (ceil_div(count, block), num_rows), found, blocks, out, count,
-            blocks.shape[1], size, BLOCK=block,
+            _flat, (ceil_div(count, block), num_rows), entries, table, rows.contiguous(), chosen,
+            out, count, per_block, table.stride(0), chosen.shape[1], size,
+            CHOSEN=blocks is not None, BLOCK=block,
         )  # fmt: skip
     return out

@@ -35,10 +35,16 @@ def select(
     q = ops.fp8_linear(latent, weights.wq_b, step.numerics.quantize and not step.fuses)
     q = torch.unflatten(q, -1, (config.index_n_heads, config.index_head_dim))
     cos, sin = step.rotation[True]
-    q = step.act_quantized(ops.rotate_tail(q, cos, sin, reuse=True), "act4_e8")
+    if step.fuses and step.numerics.quantize:
+        q = ops.rotate_tail(q, cos, sin, reuse=True, quantize="act4_e8")
+    else:
+        q = step.act_quantized(ops.rotate_tail(q, cos, sin, reuse=True), "act4_e8")
     head_weight = ops.dense_linear(x, weights.weights_proj, x.dtype)
     factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-    choose(step, layer, q, head_weight * factor)
+    size = config.index_head_dim * config.index_n_heads
+    if size & (size - 1) or size.bit_length() % 2 == 0:  # a power of two turns no order of scores
+        head_weight = head_weight * factor
+    choose(step, layer, q, head_weight)
 
 
 def select_all(step: Step, layer: LayerConfig) -> bool:
@@ -58,7 +64,10 @@ def select_all(step: Step, layer: LayerConfig) -> bool:
 
 
 def choose(step: Step, layer: LayerConfig, q: Tensor, head_weight: Tensor) -> None:
-    """Keep the best entries by queries q [T, H, D], quantized, and head_weight [T, H]."""
+    """Keep the best entries by queries q [T, H, D], quantized, and head_weight [T, H].
+
+    Scores may be any multiple of what the definition says.
+    """
     if step.inputs.paged:
         _choose_paged(step, layer, q, head_weight)
         return
@@ -134,13 +143,28 @@ def _choose_paged(step: Step, layer: LayerConfig, q: Tensor, head_weight: Tensor
         if blocks is None:
             parts.append(ops.select_topk(scores, visible, config.index_topk))
             continue
-        every = torch.full_like(visible, columns)
-        found = ops.select_topk(scores, every, config.index_topk)
-        parts.append(block_entries(found, blocks, size))
+        if step.columns is None:
+            step.columns = torch.full_like(ratio.visible, columns)
+        parts.append(ops.select_topk(scores, step.columns[rows], config.index_topk))
+    if filtered and step.candidates is not None:
+        _keep_columns(step, layer, _joined(parts), step.candidates)
+        return
     if candidates:
         step.candidates = _joined(candidates)
         _note_candidates(step, ratio)
     _keep(step, layer, _joined(parts))
+
+
+def _keep_columns(step: Step, layer: LayerConfig, found: Tensor, blocks: Tensor) -> None:
+    """Keep the best columns [T, K] of candidate blocks: as what attention reads, in one step."""
+    size, inputs = step.config.candidate_block_size, step.inputs
+    if step.trace is not None or layer.kv_source is None:
+        _keep(step, layer, block_entries(found, blocks, size))
+        return
+    ratio = inputs.ratios[step.config.layers[layer.kv_source].ratio]
+    step.entries[layer.kv_source, layer.layer_id] = flat_entries(
+        found, ratio.blocks, inputs.row_seq, ratio.per_block, blocks, size
+    )
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -94,6 +94,7 @@ class Step(Pass):
     emit_rotation  ratio -> rotation of the entries that the step completes
     topk           index source -> [T, K] sequence-local entries, -1 padded
     candidates     [T, blocks] sequence-local candidate blocks, -1 padded; None = all
+    columns        [T] how many entries those are, in every row; None = not needed yet
     selected       (KV source, index source) -> dequantized entries and [T, K] indices into them
     entries        (KV source, index source) -> [T, K] flat cache entries, -1 padded
     compressed     the entries of every layer to come are stored already
@@ -104,6 +105,7 @@ class Step(Pass):
     emit_rotation: dict[int, Rotation]
     topk: dict[int, Tensor] = field(default_factory=dict)
     candidates: Tensor | None = None
+    columns: Tensor | None = None
     selected: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     entries: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     compressed: bool = False
