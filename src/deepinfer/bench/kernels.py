@@ -123,12 +123,14 @@ def measure_kernels(
     checked, worker = _warm([m for m in members if m.key not in before], options, workers, end_warm)
     tell(f"{time.monotonic() - begin:.0f} s, {len(checked)} compiled and compared")
     checked = before | checked
-    ceilings = Ceilings(**_expect(worker.ask("ceilings", [], _START_S)))
+    ceilings = None
+    if not compile_only:
+        ceilings = Ceilings(**_expect(worker.ask("ceilings", [], _START_S)))
     common = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine() | describe_card(picked.torch_device),
         "versions": describe_versions(),
-        "ceilings": asdict(ceilings),
+        "ceilings": ceilings and asdict(ceilings),
     }
     timed: dict[str, dict[str, Any]] = {}
     found: list[KernelRecord] = []
@@ -209,14 +211,14 @@ def _record(
     member: Member,
     checked: Mapping[str, Any] | None,
     timed: Mapping[str, Any] | None,
-    ceilings: Ceilings,
+    ceilings: Ceilings | None,
     common: Mapping[str, Any],
 ) -> KernelRecord:
     checked, timed = checked or {}, timed or {}
     failed = str(checked.get("failed") or timed.get("failed") or ("" if timed else "left out"))
     values = {} if "failed" in timed else dict(timed)
     floor_us = 0.0
-    if values:
+    if values and ceilings is not None:
         floor_us = ceilings.floor_us(
             values["bytes"], values["flops"], member.math, values["steady"]
         )
