@@ -87,6 +87,7 @@ def released() -> list[Case]:
         linear._fp8("packed, tall", 5120, 512, quantize=False, copied=False),
         linear._grouped("packed", 3, 256, 512, False),
         linear._grouped("packed, rounded", 2, 256, 2048, True),
+        linear._grouped("packed, outputs rounded", 2, 512, 1024, False, rounds=True),
         rope._rotation("published, in place", (64, 512), 64, _BF16, reuse=True),
         rope._rotation("published, rounded", (64, 512), 64, _BF16, True, quantize="act8"),
         rope._rotation("published index", (32, 128), 64, _BF16, reuse=True, quantize="act4_e8"),

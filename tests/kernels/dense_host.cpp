@@ -90,10 +90,11 @@ int run_thin(const DenseArgs& a, const void* x, long long row_bytes, int program
 #define PRODUCT(name, run, K)                                                                     \
   extern "C" int name(const void* x, const void* weight, const void* row_scale, void* out,        \
                       long long groups, long long outputs, long long inputs, long long row_bytes, \
-                      long long rows, long long share, long long out_row, long long programs,     \
-                      long long parts, void*) {                                                   \
+                      long long rows, long long share, long long out_row, long long rounds,       \
+                      long long programs, long long parts, void*) {                               \
     DenseArgs a = {(const unsigned char*)weight, (const float*)row_scale, (unsigned short*)out,   \
-                   int(groups), int(outputs), int(inputs), int(rows), int(out_row), int(share)};  \
+                   int(groups), int(outputs), int(inputs), int(rows), int(out_row), int(share),   \
+                   int(rounds)};                                                                  \
     return run<K>(a, x, row_bytes, int(programs), int(parts));                                    \
   }
 #define DENSE(name, ...)                \

@@ -16,22 +16,6 @@ inline void group_wait() {}
 inline void group_but_one_wait() {}
 inline void shared_to_products() {}
 
-// By search: the nearest code, the even one of two.
-inline u32 e4m3_byte(float x) {
-  const u32 sign = __float_as_uint(x) >> 24 & 128;
-  if (x != x) return 127;
-  const float size = std::fabs(x);
-  u32 best = 0;
-  for (u32 b = 1; b < 127; ++b) {
-    const float now = std::fabs(e4m3_value(b) - size), before = std::fabs(e4m3_value(best) - size);
-    if (now < before || (now == before && !(b & 1))) best = b;
-  }
-  return best | sign;
-}
-inline u32 e4m3_pair(float low, float high) { return e4m3_byte(low) | e4m3_byte(high) << 8; }
-inline void e4m3_values(u32 pair, float& low, float& high) {
-  low = e4m3_value(pair & 255), high = e4m3_value(pair >> 8 & 255);
-}
 struct uint2 {
   u32 x, y;
 };

@@ -15,7 +15,8 @@ from deepinfer.kernels import nvcc
 from deepinfer.kernels.linear import Fp8Weight, copied, reference
 from deepinfer.kernels.linear.reference import dequantize_blocks
 from deepinfer.kernels.packed import pack_fp8
-from deepinfer.kernels.packed.dense import SOURCE, fixed_split, plan, share_of
+from deepinfer.kernels.packed.dense import SOURCE, fixed_split, plan, rounds_inside, share_of
+from deepinfer.kernels.quantize import round_trip
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,9 @@ def draw(generator: torch.Generator, outputs: int, inputs: int) -> tuple[Tensor,
     return codes.view(torch.float8_e4m3fn), scale
 
 
-def multiply(library: ctypes.CDLL, name: str, x: Tensor, weight: Fp8Weight, split: int) -> Tensor:
+def multiply(
+    library: ctypes.CDLL, name: str, x: Tensor, weight: Fp8Weight, split: int, rounds: bool = False
+) -> Tensor:
     """Products on two blocks at a time, into poisoned memory."""
     rows, groups, inputs = x.shape
     outputs = weight.codes.shape[0]
@@ -39,7 +42,7 @@ def multiply(library: ctypes.CDLL, name: str, x: Tensor, weight: Fp8Weight, spli
     out = torch.full((rows, outputs), torch.nan, dtype=torch.bfloat16)
     arguments = (
         x, packed.data, packed.row_scale, out, groups, outputs // groups, inputs, x.stride(0) * 2,
-        rows, share_of(rows, name), outputs, 2, split,
+        rows, share_of(rows, name), outputs, int(rounds), 2, split,
     )  # fmt: skip
     passed = [ctypes.c_longlong(v) if isinstance(v, int) else nvcc.pointer(v) for v in arguments]
     assert library[name](*passed, None) == 0
@@ -80,6 +83,10 @@ def test_products(
     same = name if name == "thin" else "few_128"
     alone = multiply(library, same, x[-1:].contiguous(), weight, split)
     assert torch.equal(alone[0], out[-1])
+    # rounding as the product stores is rounding what it stored
+    assert rounds_inside(name, split)
+    rounded = multiply(library, name, x, weight, split, rounds=True)
+    assert torch.equal(rounded, round_trip(out, "act8"))
 
 
 def test_schedules_follow_the_size_and_fixed_splits_the_matrix() -> None:

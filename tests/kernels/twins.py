@@ -129,10 +129,11 @@ def dense_linear(x: Tensor, weight: Any, out: torch.dtype) -> Tensor:
     return x.double() @ weight.stored.double().T
 
 
-def grouped_linear(x: Tensor, weight: Any, quantize: bool) -> Tensor:
+def grouped_linear(x: Tensor, weight: Any, quantize: bool, rounds: bool = False) -> Tensor:
     x = round_trip(x, "act8") if quantize else x.double()
     blocks = fp8_matrix(weight).view(x.shape[1], -1, x.shape[2])
-    return torch.einsum("tgk,gnk->tgn", x, blocks).flatten(1)
+    out = torch.einsum("tgk,gnk->tgn", x, blocks).flatten(1)
+    return round_trip(out, "act8") if rounds else out
 
 
 def expert_linear(x: Tensor, weight: Any, offsets: list[int], quantize: bool) -> Tensor:

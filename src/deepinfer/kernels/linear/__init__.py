@@ -83,18 +83,20 @@ def grouped_linear(
     x: Tensor,
     weight: Fp8Weight,
     quantize_input: bool,
+    quantize_output: bool = False,
     *,
-    impl: Callable[[Tensor, Fp8Weight, bool], Tensor] = reference.grouped_linear,
+    impl: Callable[[Tensor, Fp8Weight, bool, bool], Tensor] = reference.grouped_linear,
 ) -> Tensor:
     """Multiply each group by its own block of rows: the low-rank output projection.
 
-    x               [T, G, K]
-    weight          codes [G*N, K], group g owns rows g*N..(g+1)*N-1
-    quantize_input  ACT8 over the K inputs of a group ("fp8" output projection), else unquantized
-    returns         [T, G*N] dtype of x
+    x                [T, G, K]
+    weight           codes [G*N, K], group g owns rows g*N..(g+1)*N-1
+    quantize_input   ACT8 over the K inputs of a group ("fp8" output projection), else unquantized
+    quantize_output  ACT8 of what is returned, for a product that takes it so
+    returns          [T, G*N] dtype of x
     Source: backbone specification, 3.7.
     """
     check("grouped_linear", ("x", x, "T G K"), ("weight.codes", weight.codes, "N K"))
     if not x.shape[0]:
         return x.new_empty(0, weight.codes.shape[0])
-    return impl(x, weight, quantize_input)
+    return impl(x, weight, quantize_input, quantize_output)

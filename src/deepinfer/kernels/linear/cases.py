@@ -81,12 +81,18 @@ def _dense(
 
 
 def _grouped(
-    name: str, groups: int, rows: int, columns: int, quantize: bool, large: bool = False
+    name: str,
+    groups: int,
+    rows: int,
+    columns: int,
+    quantize: bool,
+    rounds: bool = False,
+    large: bool = False,
 ) -> Case:
     def build(num_rows: int, generator: torch.Generator) -> Arguments:
         weight = fp8_weight(generator, groups * rows, columns, False)
         x = normal(generator, num_rows, groups, columns, dtype=torch.bfloat16)
-        return x, weight, quantize
+        return x, weight, quantize, rounds
 
     return Case(
         op="grouped_linear",

@@ -50,18 +50,20 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
         return torch.mm(x, copy.T)
 
 
-def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Fp8Weight, quantize_input: bool, quantize_output: bool = False
+) -> Tensor:
     """As the reference, summed in the library's order where there are many rows of bf16."""
     copy = _copy(weight) if x.dtype == torch.bfloat16 else None
     if copy is None or x.shape[0] < _least_rows(copy):
-        return sm90.grouped_linear(x, weight, quantize_input)
+        return sm90.grouped_linear(x, weight, quantize_input, quantize_output)
     x = round_trip(x, "act8") if quantize_input else x
     rows, groups, inputs = x.shape
     out = torch.empty(rows, groups, copy.shape[0] // groups, dtype=x.dtype, device=x.device)
     matrices = copy.view(groups, -1, inputs).transpose(1, 2)
     with _fp32_sums():
         torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
-    return out.flatten(1)
+    return round_trip(out.flatten(1), "act8") if quantize_output else out.flatten(1)
 
 
 def _least_rows(copy: Tensor) -> int:

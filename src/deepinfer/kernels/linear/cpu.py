@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.linear import DenseWeight, Fp8Weight, reference
-from deepinfer.kernels.quantize.cpu import act8_values, round_into
+from deepinfer.kernels.quantize.cpu import act8_values, round_into, round_trip
 from deepinfer.kernels.rows import ROW_BLOCK, matmul_rows
 from deepinfer.kernels.workspace import Rows, kept_rows, multiply
 
@@ -34,7 +34,9 @@ def dense_linear(x: Tensor, weight: DenseWeight, out: torch.dtype) -> Tensor:
     return _rounded(multiply(rows, weight.fp32()), out)
 
 
-def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Fp8Weight, quantize_input: bool, quantize_output: bool = False
+) -> Tensor:
     """As the reference; the groups' products write into one result."""
     num_rows, groups, width = x.shape
     dense = weight.dequantize()
@@ -48,7 +50,8 @@ def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor
         for part, matrix, result in parts:
             rows.tensor.copy_(part)
             torch.mm(rows.block, matrix, out=result[block])
-    return out[:num_rows].to(x.dtype)
+    out = out[:num_rows].to(x.dtype)
+    return round_trip(out, "act8") if quantize_output else out
 
 
 def fill(rows: Rows, x: Tensor, quantize: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.quantize import act8_values, decode_e4m3, decode_ue8m0
+from deepinfer.kernels.quantize import act8_values, decode_e4m3, decode_ue8m0, round_trip
 from deepinfer.kernels.rows import matmul_rows
 
 if TYPE_CHECKING:
@@ -32,9 +32,12 @@ def dense_linear(x: Tensor, weight: DenseWeight, out: torch.dtype) -> Tensor:
     return matmul_rows(x.float(), weight.fp32()).to(out)
 
 
-def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Fp8Weight, quantize_input: bool, quantize_output: bool = False
+) -> Tensor:
     """One product per group."""
     x32 = act8_values(x) if quantize_input else x.float()
     blocks = weight.dequantize().chunk(x.shape[1])
     parts = [matmul_rows(x32[:, g].contiguous(), block) for g, block in enumerate(blocks)]
-    return torch.cat(parts, dim=1).to(x.dtype)
+    out = torch.cat(parts, dim=1).to(x.dtype)
+    return round_trip(out, "act8") if quantize_output else out

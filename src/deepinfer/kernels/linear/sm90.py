@@ -35,7 +35,12 @@ def fp8_linear(
 
 
 def grouped_linear(
-    x: Tensor, weight: Fp8Weight, quantize_input: bool, *, fixed: bool = False
+    x: Tensor,
+    weight: Fp8Weight,
+    quantize_input: bool,
+    quantize_output: bool = False,
+    *,
+    fixed: bool = False,
 ) -> Tensor:
     """As the reference; other types than bf16 and small sizes take Triton.
 
@@ -46,7 +51,7 @@ def grouped_linear(
     if x.dtype == torch.bfloat16 and outputs % 256 == 0:
         packed = kept_fp8(weight.codes, weight.scale)
     if packed is None:
-        return triton.grouped_linear(x, weight, quantize_input)
+        return triton.grouped_linear(x, weight, quantize_input, quantize_output)
     x = round_trip(x, "act8") if quantize_input else x
     split = dense.fixed_split(outputs, groups, packed.inputs) if fixed else 0
-    return dense.multiply(x.contiguous(), packed, groups, split=split)
+    return dense.multiply(x.contiguous(), packed, groups, split=split, rounds=quantize_output)

@@ -141,9 +141,12 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
     return _launch_fp8(x.unsqueeze(1), weight, quantize_input, 1)
 
 
-def grouped_linear(x: Tensor, weight: Fp8Weight, quantize_input: bool) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Fp8Weight, quantize_input: bool, quantize_output: bool = False
+) -> Tensor:
     """As the reference."""
-    return _launch_fp8(x, weight, quantize_input, x.shape[1])
+    out = _launch_fp8(x, weight, quantize_input, x.shape[1])
+    return round_trip(out, "act8") if quantize_output else out
 
 
 @triton.jit

@@ -91,10 +91,13 @@ def pack_fp8(codes: Tensor, scale: Tensor) -> Packed:
     steps, row_scale = _steps(scale.int(), held.amax((1, 3)) != 0, Decoded.FP8_BF16)
     v = codes.view(torch.uint8).view(outputs // ROWS, 4, 4, 2, 8, inputs // 64, 2, 2, 2, 4, 2)
     # nb mt warp half g | kb k32 k16 h t i  ->  nb kb mt | k32 warp g t k16 h i half
-    v = v.permute(0, 5, 1, 6, 2, 4, 9, 7, 8, 10, 3)
+    v = v.permute(0, 5, 1, 6, 2, 4, 9, 7, 8, 10, 3).reshape(-1, 2).int()
+    first, second = v[:, 0], v[:, 1]  # where no bit of one is another's: `fp8_to_pairs`
+    v = (first & 128) << 8 | (first & 127) << 4
+    v |= (second & 112) << 8 | (second & 128) << 4 | second & 15
     shape = (1, outputs // ROWS, inputs // 64, 4, 4096 + 16)
     data = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
-    data[0, ..., :4096] = v.reshape(*shape[1:4], 4096)
+    data[0, ..., :4096] = v.short().view(torch.uint8).view(*shape[1:4], 4096)
     # rows of 32: nb mt pair | kb k32; four bytes for each pair of warps
     s = steps.view(outputs // ROWS, 4, 2, inputs // 64, 2).permute(0, 3, 1, 2, 4)
     data[0, ..., 4096:].view(*shape[1:4], 4, 4)[..., :2, :2] = s

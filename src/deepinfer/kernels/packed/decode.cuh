@@ -56,9 +56,10 @@ __host__ __device__ inline void fp4_to_pairs(u32 word, u32 low, u32 out[4]) {
   out[3] = permute(low, high, second >> 16);
 }
 
-// 4 e4m3 bytes -> 2 pairs of bf16, times 2^-120: bytes 0, 2 the first pair, 1, 3 the second.
+// 4 e4m3 codes -> 2 pairs of bf16, times 2^-120. A half of the word holds a code of the first pair, its
+// sign and magnitude where bf16 has them, and around it one of the second: sign and magnitude in bits
+// 11, 14..12 and 3..0.
 __host__ __device__ inline void fp8_to_pairs(u32 word, u32& first, u32& second) {
-  const u32 low = word << 8;
-  first = (low & 0x80008000u) | ((low >> 4) & 0x07F007F0u);
-  second = (word & 0x80008000u) | ((word >> 4) & 0x07F007F0u);
+  first = word & 0x87F087F0u;
+  second = pick(word << 4, 0x80F080F0u, word >> 4 & 0x07000700u);
 }

@@ -11,8 +11,8 @@ using std::min;
 #define PRODUCT(name, launch, K)                                                                    \
   extern "C" int name(const void* x, const void* weight, const void* row_scale, void* out,          \
                       long long groups, long long outputs, long long inputs, long long row_bytes,   \
-                      long long rows, long long share, long long out_row, long long programs,       \
-                      long long parts, void* stream) {                                              \
+                      long long rows, long long share, long long out_row, long long rounds,         \
+                      long long programs, long long parts, void* stream) {                          \
     DenseArgs a = {static_cast<const unsigned char*>(weight),                                       \
                    static_cast<const float*>(row_scale),                                            \
                    static_cast<unsigned short*>(out),                                               \
@@ -21,7 +21,8 @@ using std::min;
                    static_cast<int>(inputs),                                                        \
                    static_cast<int>(rows),                                                          \
                    static_cast<int>(out_row),                                                       \
-                   static_cast<int>(share)};                                                        \
+                   static_cast<int>(share),                                                         \
+                   static_cast<int>(rounds)};                                                       \
     return launch<K>(a, x, row_bytes, programs, parts, stream);                                     \
   }
 #define DENSE(name, ...)                                   \

@@ -17,6 +17,7 @@
 
 #include "boxes.cuh"
 #endif
+#include "powers.cuh"
 
 struct DenseArgs {
   const unsigned char* weight;  // [groups * outputs / 256][K/64][4][BLOCK]
@@ -24,9 +25,20 @@ struct DenseArgs {
   unsigned short* out;          // [rows, out_row] bf16
   // Every group of the matrix's rows takes its own K inputs of the same rows of x.
   int groups, outputs, inputs, rows, out_row;
-  int share;  // tokens of a tile, a multiple of 8
-  int parts;  // of K, in tiles of whole K
+  int share;   // tokens of a tile, a multiple of 8
+  int rounds;  // whether outputs are rounded with ACT8
+  int parts;   // of K, in tiles of whole K
 };
+
+// What a bf16 output is.
+__device__ inline float as_bf16(float v) { return __uint_as_float(pack_bf16(v, 0.f) << 16); }
+// The largest of lanes that differ in the bits of `over`, for all of them.
+__device__ inline float largest_of(float v, int over) {
+#pragma unroll
+  for (int d = 16; d; d /= 2)
+    if (over & d) v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
+  return v;
+}
 
 // GROUPS consumer warpgroups of TILES 64-row tiles, at most TOKENS tokens a tile, STAGES stages of
 // BLOCKS 64-wide K blocks; PER_SM blocks fit a multiprocessor. Weights are decoded STEPS times 16
@@ -68,6 +80,11 @@ struct Dense {
     return most * PIECE;
   }
   static constexpr bool SENDS = TOKENS <= 64;
+  // Whether what a block of so many is sent for outputs that are rounded fits as well.
+  __host__ __device__ static bool rounds(int size) {
+    const int pairs = (2 * PARTS * (TOKENS / 8) + size - 1) / size;
+    return !SENDS || 2 * pairs * (size - 1) * PIECE <= sent_bytes();
+  }
   // Few sums have a place of their own; more of them come to the ring, once all have read theirs.
   static constexpr bool APART = TOKENS <= 32;
   static constexpr int PITCH = HEIGHT + 4;  // floats of a token's partial sums: no bank conflicts
@@ -330,10 +347,14 @@ struct Dense {
 
   static __device__ u32 sums_barrier(u32 full) { return full + 16 * STAGES; }
 
+  // Pieces of 16 rows by 8 tokens go to the blocks in turn; where outputs are rounded, two at a time,
+  // since 32 rows are rounded together.
+  static __device__ int together(const DenseArgs& a) { return a.rounds ? 2 : 1; }
+
   // How many pieces of a tile a block adds up.
-  static __device__ int owned(const Place& p) {
-    const int pieces = p.blocks * 4 * ((p.rows + 7) / 8), left = pieces - cluster_place();
-    return left <= 0 ? 0 : (left + cluster_blocks() - 1) / cluster_blocks();
+  static __device__ int owned(const DenseArgs& a, const Place& p) {
+    const int turns = p.blocks * 4 / together(a) * ((p.rows + 7) / 8), left = turns - cluster_place();
+    return left <= 0 ? 0 : (left + cluster_blocks() - 1) / cluster_blocks() * together(a);
   }
 
   // Send the sums that others add up, wait for those that this block adds up, and store them.
@@ -342,32 +363,32 @@ struct Dense {
                                const Scales& scales, u32 tokens, u32 staging, u32 full) {
     const int size = cluster_blocks(), rank = cluster_place(), lane = threadIdx.x & 31;
     const int slab = threadIdx.x / 128 * (TILES * 4) + (threadIdx.x >> 5 & 3);
-    const int wide = (p.rows + 7) / 8;
+    const int wide = (p.rows + 7) / 8, pair = together(a);
     const u32 place = (APART ? staging : tokens) + lane * 16, bar = sums_barrier(full);
     if constexpr (!APART) cluster_arrive();  // this thread has read its stages
     cluster_wait();
 #pragma unroll
     for (int m = 0; m < TILES; ++m) {
-      const int first = (slab + 4 * m) * wide;
+      const int first = (slab + 4 * m) / pair * wide;
       if (slab + 4 * m >= p.blocks * 4) break;
-      int owner = first % size, at = first / size;
+      int owner = first % size, at = first / size * pair + slab % pair;
 #pragma unroll
       for (int j = 0; j < N / 8; ++j) {
         if (j >= wide) break;
         const int turn = at * (size - 1) + rank - (rank > owner);
         if (owner != rank) send16(place + turn * PIECE, owner, sums.of[m] + 4 * j, bar);
-        if (++owner == size) owner = 0, ++at;
+        if (++owner == size) owner = 0, at += pair;
       }
     }
-    if (!owned(p)) return;
+    if (!owned(a, p)) return;
     barrier_wait_cluster(bar, 0);
 #pragma unroll
     for (int m = 0; m < TILES; ++m) {
-      const int first = (slab + 4 * m) * wide, row = (slab + 4 * m) * 16 + (lane >> 2);
+      const int first = (slab + 4 * m) / pair * wide, row = (slab + 4 * m) * 16 + (lane >> 2);
       if (slab + 4 * m >= p.blocks * 4) break;
       const int output = p.group * a.outputs + p.output + row;
       const float upper = scales.upper[m], lower = scales.lower[m];
-      int owner = first % size, at = first / size;
+      int owner = first % size, at = first / size * pair + slab % pair;
 #pragma unroll
       for (int j = 0; j < N / 8; ++j) {
         if (j >= wide) break;
@@ -381,12 +402,35 @@ struct Dense {
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] = r ? v[i] + part[i] : part[i];
           }
+          v[0] *= upper, v[1] *= upper, v[2] *= lower, v[3] *= lower;
+          if (a.rounds) {
+            const u32 read = (APART ? staging : tokens) + at * (size - 1) * PIECE;
+            round_pieces(v, read, read + (slab & 1 ? -PIECE : PIECE) * (size - 1), slab / 2);
+          }
           const int token = p.row + 8 * j + 2 * (lane & 3);
-          store_pair(a, token, output, v[0] * upper, v[1] * upper, p.row + p.rows);
-          store_pair(a, token, output + 8, v[2] * lower, v[3] * lower, p.row + p.rows);
+          store_pair(a, token, output, v[0], v[1], p.row + p.rows);
+          store_pair(a, token, output + 8, v[2], v[3], p.row + p.rows);
         }
-        if (++owner == size) owner = 0, ++at;
+        if (++owner == size) owner = 0, at += pair;
       }
+    }
+  }
+
+  // Round two rows of two tokens in each lane: their largest of 32 rows are those of two warps, who
+  // tell each other where what they were sent lay.
+  static __device__ void round_pieces(float (&v)[4], u32 own, u32 other, int warps) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = as_bf16(v[i]);
+    float most[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) most[i] = largest_of(fmaxf(fabsf(v[i]), fabsf(v[i + 2])), 28);
+    if (lane < 4) store4(own + lane * 8, most[0]), store4(own + lane * 8 + 4, most[1]);
+    named_barrier(1 + warps, 64);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      most[i] = fmaxf(most[i], __uint_as_float(load4(other + (lane & 3) * 8 + i * 4)));
+      round_by(scale_of(most[i]), v[i], v[i + 2]);
     }
   }
 
@@ -428,8 +472,10 @@ struct Dense {
   static __device__ void gather(const DenseArgs& a, const Place& p, u32 at) {
     constexpr int AHEAD = SIZE <= 3 ? 4 : 2;  // remote loads take long: many at a time
     const int rank = cluster_place(), fours = p.blocks * 16, work = p.rows * fours;
-    const int end = work * (rank + 1) / SIZE;
-    for (int first = work * rank / SIZE + threadIdx.x; first < end; first += AHEAD * CONSUMERS) {
+    const int lane = threadIdx.x & 31, end = work / 8 * (rank + 1) / SIZE * 8;
+    // Warps end together; eight neighbouring lanes hold 32 outputs of a token.
+    for (int first = work / 8 * rank / SIZE * 8 + threadIdx.x; first - lane < end;
+         first += AHEAD * CONSUMERS) {
       float4 value[AHEAD][SIZE];
 #pragma unroll
       for (int u = 0; u < AHEAD; ++u) {
@@ -441,7 +487,7 @@ struct Dense {
 #pragma unroll
       for (int u = 0; u < AHEAD; ++u) {
         const int i = first + u * CONSUMERS, output = p.group * a.outputs + p.output + i % fours * 4;
-        if (i >= end) break;
+        if (i - lane >= end) break;
         float4 sum = value[u][0];
 #pragma unroll
         for (int r = 1; r < SIZE; ++r) {
@@ -449,11 +495,22 @@ struct Dense {
           sum.z += value[u][r].z, sum.w += value[u][r].w;
         }
         const float* s = a.row_scale + output;
+        sum.x *= __ldg(s), sum.y *= __ldg(s + 1), sum.z *= __ldg(s + 2), sum.w *= __ldg(s + 3);
+        if (a.rounds) round_fours(sum);
+        if (i >= end) break;
         u32* to = reinterpret_cast<u32*>(a.out + size_t(p.row + i / fours) * a.out_row + output);
-        to[0] = pack_bf16(sum.x * __ldg(s), sum.y * __ldg(s + 1));
-        to[1] = pack_bf16(sum.z * __ldg(s + 2), sum.w * __ldg(s + 3));
+        to[0] = pack_bf16(sum.x, sum.y);
+        to[1] = pack_bf16(sum.z, sum.w);
       }
     }
+  }
+
+  static __device__ void round_fours(float4& v) {
+    v.x = as_bf16(v.x), v.y = as_bf16(v.y), v.z = as_bf16(v.z), v.w = as_bf16(v.w);
+    const float most = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+    const float power = scale_of(largest_of(most, 7));
+    round_by(power, v.x, v.y);
+    round_by(power, v.z, v.w);
   }
 
   static __device__ void gather_all(const DenseArgs& a, const Place& p, u32 at) {
@@ -493,15 +550,35 @@ struct Dense {
         }
         named_barrier(group + 1, 128);
         const int held = min(SIZE, p.rows - start) * 8;
-        for (int i = t; i < held; i += 128) {
+        for (int i = t; i - lane < held; i += 128) {  // warps end together
           const int token = i >> 3, part = i & 7;
-          const uint4 v = load16(base + token * 128 + ((part ^ (token & 7)) << 4));
-          *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.out_row + output +
-                                    part * 8) = v;
+          uint4 v = load16(base + token * 128 + ((part ^ (token & 7)) << 4));
+          if (a.rounds) v = round_eight(v);
+          if (i < held)
+            *reinterpret_cast<uint4*>(a.out + size_t(p.row + start + token) * a.out_row +
+                                      output + part * 8) = v;
         }
         named_barrier(group + 1, 128);
       }
     }
+  }
+
+  // Eight neighbouring outputs of a thread, as bf16; four threads hold 32 of a token.
+  static __device__ uint4 round_eight(const uint4& q) {
+    u32 words[4] = {q.x, q.y, q.z, q.w};
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      most = fmaxf(most, fmaxf(__uint_as_float(words[i] << 16 & 0x7FFF0000u),
+                               __uint_as_float(words[i] & 0x7FFF0000u)));
+    const float power = scale_of(largest_of(most, 3));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float low = __uint_as_float(words[i] << 16), high = __uint_as_float(words[i] & 0xFFFF0000u);
+      round_by(power, low, high);
+      words[i] = pack_bf16(low, high);
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
   static __device__ unsigned char* ring_memory() {
@@ -523,7 +600,7 @@ struct Dense {
       barriers_ready();
       if (SENDS && size > 1)
         barrier_expect(sums_barrier(full),
-                       owned(locate(a, blockIdx.x / size)) * (size - 1) * PIECE);
+                       owned(a, locate(a, blockIdx.x / size)) * (size - 1) * PIECE);
     }
     __syncthreads();
     next_kernel_may_start();
@@ -627,6 +704,7 @@ int launch_dense(DenseArgs a, const void* x, long long row_bytes, long long prog
     ready = true;
   }
   if (cluster > 8 || (cluster > 1 && !K::SHARES)) return cudaErrorInvalidValue;
+  if (a.rounds && !K::rounds(static_cast<int>(cluster))) return cudaErrorInvalidValue;
   TokenMap map;
   if (!describe_rows(map, x, 2LL * a.inputs * a.groups, a.rows, row_bytes, a.share))
     return cudaErrorInvalidValue;

@@ -12,8 +12,18 @@ from torch import Tensor
 
 from deepinfer.kernels import nvcc
 from deepinfer.kernels.packed import Packed
+from deepinfer.kernels.quantize.sm90 import round_trip
 
-__all__ = ["SCHEDULES", "SOURCE", "Schedule", "fixed_split", "multiply", "plan", "share_of"]
+__all__ = [
+    "SCHEDULES",
+    "SOURCE",
+    "Schedule",
+    "fixed_split",
+    "multiply",
+    "plan",
+    "rounds_inside",
+    "share_of",
+]
 
 SOURCE: Final = Path(__file__).with_name("dense.cu")
 
@@ -165,6 +175,20 @@ def _share(rows: int, parts: int) -> int:
     return -(-rows // (8 * parts)) * 8
 
 
+@cache
+def rounds_inside(name: str, parts: int) -> bool:
+    """Whether a schedule rounds what it stores: sums are sent by 32 outputs then, if they fit."""
+    schedule = SCHEDULES[name]
+    if schedule.alone or schedule.tokens > 64:
+        return True
+    pieces = schedule.outputs // 16 * schedule.tokens // 8
+
+    def sent(parts: int, together: int) -> int:
+        return -(-pieces // together // parts) * together * (parts - 1)
+
+    return sent(parts, 2) <= max(sent(size, 1) for size in range(2, 9))
+
+
 def multiply(
     x: Tensor,
     weight: Packed,
@@ -172,12 +196,14 @@ def multiply(
     *,
     out: Tensor | None = None,
     split: int = 0,
+    rounds: bool = False,
 ) -> Tensor:
     """Multiply all rows by an e4m3 matrix, each group of its outputs by its own inputs.
 
     x        [T, G, K] bf16, contiguous
     split    parts of K that are added up in their order, so that a row's bits do not depend on its
              batch; by default chosen with the schedule for the number of rows
+    rounds   round the outputs with ACT8 as well
     returns  [T, outputs] bf16, accumulated in fp32, rounded once
     """
     rows = x.shape[0]
@@ -187,11 +213,12 @@ def multiply(
         out = torch.empty(rows, weight.outputs, dtype=torch.bfloat16, device=x.device)
     schedule = SCHEDULES[name]
     high = groups * -(-size[0] // schedule.outputs) if parts == 1 else 0
+    inside = rounds and rounds_inside(name, parts)
     nvcc.call(
         nvcc.load(SOURCE), name, x.device,
         x, weight.data, weight.row_scale, out,
         groups, size[0], weight.inputs, x.stride(0) * x.element_size(),
-        rows, share_of(rows, name, high), weight.outputs,
+        rows, share_of(rows, name, high), weight.outputs, int(inside),
         nvcc.processors(x.device) * schedule.resident, parts,
     )  # fmt: skip
-    return out
+    return round_trip(out, "act8") if rounds and not inside else out

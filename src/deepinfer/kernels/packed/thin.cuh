@@ -191,8 +191,13 @@ struct Thin {
         if (i * 32 >= height(ways) || warp >= a.rows) break;
         float sum = load_float(shared + place_of(i * ways, warp, lane));
         for (int k = 1; k < ways; ++k) sum += load_float(shared + place_of(i * ways + k, warp, lane));
+        sum = as_bf16(sum * factor[i]);
+        if (a.rounds) {
+          float none = 0.f;
+          round_by(scale_of(largest_of(fabsf(sum), 31)), sum, none);
+        }
         a.out[size_t(warp) * a.out_row + output + i * 32] =
-            static_cast<unsigned short>(pack_bf16(sum * factor[i], 0.f));
+            static_cast<unsigned short>(__float_as_uint(sum) >> 16);
       }
     }
   }

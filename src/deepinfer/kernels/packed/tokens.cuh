@@ -6,6 +6,7 @@
 #ifdef __CUDACC__
 #include "ptx.cuh"
 #endif
+#include "powers.cuh"
 
 constexpr int VALUES = 8;    // of a thread at a time; four threads hold a group of 32
 constexpr int COPIERS = 128;  // threads of a row that is copied or folded: many rows under way
@@ -41,15 +42,6 @@ __device__ inline float largest(const Eight& x) {
   return most;
 }
 
-// ACT8's power of two of a group's largest bf16 magnitude: the least that is no less than a 448th.
-__device__ inline float scale_of(float most) {
-  const u32 bits = __float_as_uint(fmaxf(most, 1e-4f));
-  return __uint_as_float(((bits + 0x1FFFFFu) & 0xFF800000u) - (8u << 23));  // 448 = 1.75 * 2^8
-}
-__device__ inline float inverse_of(float power) {
-  return __uint_as_float((254u << 23) - __float_as_uint(power));
-}
-
 // silu(gate) * up, both clamped where there is a limit.
 __device__ inline float gated(float gate, float up, float limit) {
   if (limit > 0.f) {
@@ -64,12 +56,9 @@ __device__ inline void round_group(Eight& x) {
   float most = largest(x);
   most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
   most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-  const float factor = scale_of(most), inverse = inverse_of(factor);
+  const float power = scale_of(most);
 #pragma unroll
-  for (int i = 0; i < VALUES; i += 2) {
-    e4m3_values(e4m3_pair(x.v[i] * inverse, x.v[i + 1] * inverse), x.v[i], x.v[i + 1]);
-    x.v[i] *= factor, x.v[i + 1] *= factor;
-  }
+  for (int i = 0; i < VALUES; i += 2) round_by(power, x.v[i], x.v[i + 1]);
 }
 
 // The largest of a row, for all its threads.

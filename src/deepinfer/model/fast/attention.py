@@ -117,9 +117,10 @@ def project_output(
         out, *rotation, inverse=True, reuse=True, quantize="act8" if rounded else None
     )
     grouped = out.reshape(out.shape[0], config.o_groups, -1)
-    quantize = step.numerics.fp8_output and not rounded
-    latent = ops.grouped_linear(grouped, weights.wo_a, quantize)
-    return ops.fp8_linear(latent, weights.wo_b, step.numerics.quantize)
+    inputs = step.numerics.fp8_output and not rounded
+    quantize, fused = step.numerics.quantize, step.numerics.quantize and step.fuses
+    latent = ops.grouped_linear(grouped, weights.wo_a, inputs, fused)
+    return ops.fp8_linear(latent, weights.wo_b, quantize and not fused)
 
 
 def attention(
