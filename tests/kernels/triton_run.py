@@ -147,6 +147,16 @@ def grouped(module, rows: int, active: int, experts: int, dtype: torch.dtype) ->
     return [*found, module.combine(routed, found.place, shared)]
 
 
+def site(made: bool) -> list[Tensor]:
+    """A site whose sublayer's output is terms, added up beforehand or not."""
+    case = next(c for c in all_cases() if c.op == "hyper_site_rounded" and not c.large)
+    h, y, *rest = case.build(3, torch.Generator().manual_seed(2))
+    place = torch.tensor([[5, 0], [3, -1], [1, 4]])
+    terms = grouping.Terms(torch.linspace(-3, 3, 6 * y.shape[1]).view(6, -1).to(y.dtype), place, y)
+    given = grouping.whole(terms) if made else terms
+    return list(implementation("hyper_site_rounded", "triton")(h, given, *rest))
+
+
 def laid_out(function, ratios: tuple[int, ...], tail: int, engram: int) -> list[Tensor]:
     """Rows of three sequences, one with drafts, and of padding."""
     form = LayoutForm(20, 25, ratios, 8, tail, 3 if engram else 0, engram)
@@ -354,6 +364,8 @@ def run(seed: int) -> list[str]:
         pairs = zip(grouped(twin, *setting), grouped(grouping, *setting), strict=True)
         if not all(torch.equal(mine, want) for mine, want in pairs):
             failures.append(f"grouping {setting}: other values")
+    if not all(map(torch.equal, site(False), site(True))):
+        failures.append("a site of terms: other values")
     twin = import_module("deepinfer.kernels.streams.triton")
     for dtype in (torch.bfloat16, torch.float32):
         pairs = zip(streams(twin, dtype), streams(plain_streams, dtype), strict=True)
@@ -530,6 +542,7 @@ def compile_all(archs: list[int]) -> list[str]:
     streams(import_module("deepinfer.kernels.streams.triton"), torch.bfloat16)
     for setting in GROUPED:
         grouped(import_module("deepinfer.kernels.grouping.triton"), *setting)
+    site(False)
     angle = torch.zeros(5, 12)
     implementation("rotate_tail", "triton")(
         torch.zeros(5, 3, 48).bfloat16(), angle, angle, True, True

@@ -69,14 +69,11 @@ def group(chosen: Tensor, weight: Tensor, num_experts: int, live: Tensor | None 
 
 
 @triton.jit
-def _combine(
-    routed, place, shared, out, C, shared_row,
+def added(
+    routed, place, shared, row, column, held, C, shared_row,
     K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    in_turn()
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    held = column < C
+    """Columns [BLOCK] of a row's terms, added up in fp32."""
     choice = tl.arange(0, BK)
     places = tl.load(place + row * K + choice, choice < K, -1)
     last = tl.full((), -1, tl.int64)
@@ -88,7 +85,19 @@ def _combine(
         at = routed + tl.where(known, following, 0) * C + column
         acc += tl.load(at, held & known, 0.0).to(tl.float32)
         last = following
-    acc += tl.load(shared + row * shared_row + column, held, 0.0).to(tl.float32)
+    return acc + tl.load(shared + row * shared_row + column, held, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _combine(
+    routed, place, shared, out, C, shared_row,
+    K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    in_turn()
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = column < C
+    acc = added(routed, place, shared, row, column, held, C, shared_row, K, BK, BLOCK)
     tl.store(out + row * C + column, narrow(acc, out.dtype.element_ty), held)
 
 

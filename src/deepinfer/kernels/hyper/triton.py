@@ -41,54 +41,50 @@ def _project(
 
 
 @triton.jit
-def _join(
-    sums, squares, scale, base, out, T, W, K, M, parts, eps, BW: tl.constexpr
-):  # fmt: skip
-    """out [T, W]: parts added up in order, normalized, scaled and shifted; one program per row."""
-    in_turn()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BW)
-    acc = tl.zeros((BW,), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    for part in range(parts):
-        at = row + part * T
-        acc += tl.load(sums + at * W + column, column < W, 0.0)
-        total += tl.load(squares + at)
-    mean = tl.div_rn(total, tl.cast(K, tl.float32))
-    norm = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    gain = tl.where(column < M, 0, tl.where(column < 2 * M, 1, 2))
-    result = acc * norm * tl.load(scale + gain) + tl.load(base + column, column < W, 0.0)
-    tl.store(out + row * W + column, result, column < W)
-
-
-@triton.jit
 def _coefficients(
-    raw, pre, post, comb, T, W, eps, ITERS: tl.constexpr,
-    M: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
+    sums, squares, scale, base, pre, post, comb, T, W, K, parts, norm_eps, eps,
+    ITERS: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
+    """Parts of the projections added up in order and normed; coefficients from them."""
     in_turn()
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     stream = tl.arange(0, BM)
     held = (row < T)[:, None] & (stream < M)[None, :]
-    at = raw + row[:, None] * W + stream[None, :]
-    place = row[:, None] * M + stream[None, :]
-    tl.store(pre + place, sigmoid(tl.load(at, held, 0.0)) + eps, held)
-    tl.store(post + place, 2.0 * sigmoid(tl.load(at + M, held, 0.0)), held)
     inside = (stream < M)[None, :, None] & (stream < M)[None, None, :]
     inside = inside & (row < T)[:, None, None]
     cell = stream[None, :, None] * M + stream[None, None, :]
-    values = tl.load(raw + row[:, None, None] * W + 2 * M + cell, inside, float("-inf"))
+    first, second = tl.zeros((BT, BM), tl.float32), tl.zeros((BT, BM), tl.float32)
+    values = tl.zeros((BT, BM, BM), tl.float32)
+    total = tl.zeros((BT,), tl.float32)
+    for part in range(parts):
+        at = row + part * T
+        mine = sums + at[:, None] * W + stream[None, :]
+        first += tl.load(mine, held, 0.0)
+        second += tl.load(mine + M, held, 0.0)
+        values += tl.load(sums + at[:, None, None] * W + 2 * M + cell, inside, 0.0)
+        total += tl.load(squares + at, row < T, 0.0)
+    mean = tl.div_rn(total, tl.cast(K, tl.float32))
+    norm = tl.div_rn(1.0, tl.sqrt_rn(mean + norm_eps))
+    start, each = base + stream, (stream < M)
+    first = first * norm[:, None] * tl.load(scale) + tl.load(start, each, 0.0)[None, :]
+    second = second * norm[:, None] * tl.load(scale + 1) + tl.load(start + M, each, 0.0)[None, :]
+    shift = tl.load(base + 2 * M + cell, inside, 0.0)
+    values = values * norm[:, None, None] * tl.load(scale + 2) + shift
+    place = row[:, None] * M + stream[None, :]
+    tl.store(pre + place, sigmoid(first) + eps, held)
+    tl.store(post + place, 2.0 * sigmoid(second), held)
+    values = tl.where(inside, values, float("-inf"))
     peak = tl.max(values, 2)[:, :, None]
     exps = tl.where(inside, tl.exp(values - tl.where(peak > float("-inf"), peak, 0.0)), 0.0)
-    sums = tl.sum(exps, 2)[:, :, None]
-    c = tl.where(inside, tl.div_rn(exps, tl.broadcast_to(sums, exps.shape)) + eps, 0.0)
-    sums = tl.sum(c, 1)[:, None, :] + eps
-    c = tl.div_rn(c, tl.broadcast_to(sums, c.shape))
+    sums_of = tl.sum(exps, 2)[:, :, None]
+    c = tl.where(inside, tl.div_rn(exps, tl.broadcast_to(sums_of, exps.shape)) + eps, 0.0)
+    sums_of = tl.sum(c, 1)[:, None, :] + eps
+    c = tl.div_rn(c, tl.broadcast_to(sums_of, c.shape))
     for _ in range(ITERS - 1):
-        sums = tl.sum(c, 2)[:, :, None] + eps
-        c = tl.div_rn(c, tl.broadcast_to(sums, c.shape))
-        sums = tl.sum(c, 1)[:, None, :] + eps
-        c = tl.div_rn(c, tl.broadcast_to(sums, c.shape))
+        sums_of = tl.sum(c, 2)[:, :, None] + eps
+        c = tl.div_rn(c, tl.broadcast_to(sums_of, c.shape))
+        sums_of = tl.sum(c, 1)[:, None, :] + eps
+        c = tl.div_rn(c, tl.broadcast_to(sums_of, c.shape))
     tl.store(comb + row[:, None, None] * (M * M) + cell, c, inside)
 
 
@@ -105,25 +101,21 @@ def hyper_mix(
     h, weight = h.contiguous(), fn.fp32().contiguous()
     num_rows, streams, dim = h.shape
     width = weight.shape[0]
-    raw = scale.new_empty(num_rows, width, dtype=torch.float32)
-    pre, post = (raw.new_empty(num_rows, streams) for _ in range(2))
-    comb = raw.new_empty(num_rows, streams, streams)
+    pre, post = (scale.new_empty(num_rows, streams, dtype=torch.float32) for _ in range(2))
+    comb = pre.new_empty(num_rows, streams, streams)
     if not num_rows:
         return pre, post, comb
     parts = ceil_div(streams * dim, _PART)
-    sums = raw.new_empty(parts, num_rows, width)
-    squares = raw.new_empty(parts, num_rows)
+    sums = pre.new_empty(parts, num_rows, width)
+    squares = pre.new_empty(parts, num_rows)
     launch(
         _project, (ceil_div(num_rows, _ROWS), parts), h, weight, sums, squares,
         num_rows, width, streams * dim, _PART, BT=_ROWS, BW=next_power(width, 16), BK=_INPUTS,
     )  # fmt: skip
     launch(
-        _join, (num_rows,), sums, squares, scale.float(), base.float(), raw, num_rows, width,
-        streams * dim, streams, parts, norm_eps, BW=next_power(width, 16),
-    )  # fmt: skip
-    launch(
-        _coefficients, (ceil_div(num_rows, _TOKENS),), raw, pre, post, comb, num_rows, width,
-        hc_eps, ITERS=iters, M=streams, BM=next_power(streams), BT=_TOKENS,
+        _coefficients, (ceil_div(num_rows, _TOKENS),), sums, squares, scale.float(), base.float(),
+        pre, post, comb, num_rows, width, streams * dim, parts, norm_eps, hc_eps,
+        ITERS=iters, M=streams, BM=next_power(streams), BT=_TOKENS,
     )  # fmt: skip
     return pre, post, comb
 
