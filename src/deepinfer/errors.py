@@ -8,7 +8,7 @@ and are not listed here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "CacheError",
@@ -25,6 +25,7 @@ __all__ = [
     "UnsupportedError",
     "json_kind",
     "json_problem",
+    "unique_keys",
 ]
 
 
@@ -37,6 +38,17 @@ def json_problem(error: ValueError | RecursionError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8: {error.reason} at byte {error.start}"
     return str(error)
+
+
+def unique_keys(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    """Build a JSON object, for `object_pairs_hook`; raises ValueError when a key comes twice."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(
+            f"repeated key {', '.join(sorted({k for k in keys if keys.count(k) > 1}))}"
+        )
+    return result
 
 
 def json_kind(value: object) -> str:

@@ -69,7 +69,8 @@ def test_protocol_form_and_back() -> None:
     [
         ({"role": "wizard", "content": "x"}, "unknown role 'wizard': use one of system, user"),
         ({"content": "x"}, "unknown role None"),
-        ({"role": "user", "content": 3}, "content must be a list, not int"),
+        ({"role": "user", "content": 3}, "content must be a text or a list of parts, not int"),
+        ({"role": "user"}, "content is missing"),
         ({"role": "user", "content": [{"type": "audio"}]}, "content part 0 must be of type text"),
         ({"role": "user", "content": "x", "colour": 1}, "unknown keys: colour"),
         ({"role": "assistant", "tool_calls": [{}]}, "tool call 0 needs id, name and arguments"),
@@ -130,8 +131,8 @@ def test_bad_settings(settings: dict[str, Any], problem: str) -> None:
 
 def test_all_problems_come_together() -> None:
     with pytest.raises(RequestError) as caught:
-        Conversation.of([{"role": "x"}, {"role": "y"}], tools=[{}], tool_choice="z")
-    assert len(caught.value.problems) == 4
+        Conversation.of([{"role": "x", "content": ""}, {"role": "y"}], tools=[{}], tool_choice="z")
+    assert len(caught.value.problems) == 5  # of the second message its role and its content
 
 
 @pytest.mark.parametrize(

@@ -444,6 +444,8 @@ def to_message(entry: MessageLike) -> Message:
         except RequestError as error:
             problems.append(error.message)
     calls = _tool_calls(entry.get("tool_calls"), problems)
+    if "content" not in entry and "tools" not in entry and role != Role.ASSISTANT:
+        problems.append("content is missing: give a text, or parts")
     if problems:
         raise RequestError("the message cannot be used", problems)
     return Message(
@@ -534,7 +536,8 @@ def _content(given: object, problems: list[str]) -> Content:
     if isinstance(given, str):
         return given
     parts: list[TextPart | ImagePart] = []
-    for place, part in enumerate(_sequence(given, "content", problems)):
+    form = "a text or a list of parts"
+    for place, part in enumerate(_sequence(given, "content", problems, form)):
         if isinstance(part, TextPart | ImagePart):
             parts.append(part)
             continue
@@ -577,10 +580,12 @@ def _tool_calls(given: object, problems: list[str]) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def _sequence(given: object, name: str, problems: list[str]) -> Sequence[object]:
+def _sequence(
+    given: object, name: str, problems: list[str], form: str = "a list"
+) -> Sequence[object]:
     if given is None:
         return ()
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         return given
-    problems.append(f"{name} must be a list, not {type(given).__name__}")
+    problems.append(f"{name} must be {form}, not {type(given).__name__}")
     return ()

@@ -35,7 +35,7 @@ from deepinfer.cli.shapes import add_shape_flags, approximations, shape_of
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
 from deepinfer.dialog.chat import ChatCompletion, ChatOptions, check_options, default_max_tokens
 from deepinfer.engine.request import SamplingParams
-from deepinfer.errors import ConfigError, RequestError, json_problem
+from deepinfer.errors import ConfigError, RequestError, json_problem, unique_keys
 
 if TYPE_CHECKING:
     from deepinfer.llm import LLM
@@ -366,7 +366,7 @@ def _read_json(name: str) -> object:
     """Read a JSON file; raises RequestError."""
     file = Path(name).expanduser()
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except OSError as error:
         raise RequestError(f"cannot read {name}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

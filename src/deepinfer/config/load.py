@@ -10,7 +10,7 @@ import json
 import os
 import tomllib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -18,7 +18,7 @@ from typing import Final
 from deepinfer.config.engine import EngineConfig, flatten, parse_set
 from deepinfer.config.fields import near_matches
 from deepinfer.config.model import ModelConfig
-from deepinfer.errors import ConfigError, json_kind, json_problem
+from deepinfer.errors import ConfigError, json_kind, json_problem, unique_keys
 
 __all__ = [
     "DEMO_MODEL",
@@ -123,7 +123,7 @@ def load_model_config(path: str | os.PathLike[str]) -> ModelConfig:
 def read_json(file: Path) -> dict[str, object]:
     """Read a JSON file of one object; raises ConfigError when it is none, or repeats a key."""
     try:
-        value: object = json.loads(file.read_bytes(), object_pairs_hook=_unique)
+        value: object = json.loads(file.read_bytes(), object_pairs_hook=unique_keys)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -131,16 +131,6 @@ def read_json(file: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ConfigError(f"{file} holds {json_kind(value)}, expected one JSON object")
     return value
-
-
-def _unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-    """Build a dict, refusing a key that comes twice."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise ValueError(f"repeated key {', '.join(twice)}")
-    return result
 
 
 def load_engine_config(

@@ -12,7 +12,7 @@ from json import dumps, loads
 from numbers import Integral
 from typing import Final, Literal
 
-from deepinfer.errors import RequestError, json_kind, json_problem
+from deepinfer.errors import RequestError, json_kind, json_problem, unique_keys
 
 __all__ = ["Kind", "Structured"]
 
@@ -202,7 +202,7 @@ def _schema_text(value: object, problems: list[str]) -> str | None:
     """Return a schema as JSON text, with the order of its keys kept."""
     if isinstance(value, str):
         try:
-            parsed = loads(value, parse_constant=_no_constant)
+            parsed = loads(value, parse_constant=_no_constant, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             problems.append(f"json is no JSON: {json_problem(error)}")
             return None

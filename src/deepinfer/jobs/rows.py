@@ -15,6 +15,7 @@ from typing import Any, Final
 from deepinfer.chat.encode import refuse_long
 from deepinfer.chat.messages import ResponseFormat, to_mapping
 from deepinfer.chat.tokenizer import Tokenizer
+from deepinfer.config.fields import near_matches
 from deepinfer.dialog.chat import ChatOptions, default_max_tokens, make_turn, read_completion
 from deepinfer.dialog.protocol import convert
 from deepinfer.dialog.samples import raise_failure, sample_params
@@ -26,6 +27,7 @@ from deepinfer.errors import (
     RequestError,
     json_kind,
     json_problem,
+    unique_keys,
 )
 from deepinfer.jobs.output import Record
 from deepinfer.jobs.source import MAX_LINE_BYTES, Line
@@ -101,7 +103,7 @@ def read_row(line: Line, settings: str) -> Row:
         error = f"the line is longer than {MAX_LINE_BYTES} bytes"
         return Row(line.number, key, None, _digest(str(line.number), settings), None, error)
     try:
-        content = json.loads(line.data)
+        content = json.loads(line.data, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as failed:
         error = f"the line is no JSON: {json_problem(failed)}"
         return Row(line.number, key, None, _digest(repr(line.data), settings), None, error)
@@ -157,7 +159,10 @@ def _batch(row: Row, content: dict[str, Any], context: Context) -> Work:
     """Convert a request of a batch file."""
     unknown = sorted(content.keys() - {"url", "method", "body"})
     url, method, body = content.get("url"), content.get("method", "POST"), content.get("body")
-    problems = [f"unknown keys: {', '.join(unknown)}"] if unknown else []
+    problems = []
+    if unknown:
+        keys = "custom_id, method, url and body"
+        problems.append(f"unknown keys: {', '.join(unknown)}; beside a body stand {keys}")
     if method != "POST":
         problems.append(f"method must be POST, not {method!r}")
     if not isinstance(url, str):
@@ -250,9 +255,13 @@ def _sampling(
     content: Mapping[str, Any], context: Context, own: set[str] | frozenset[str]
 ) -> tuple[SamplingParams, int]:
     """Return the parameters of a plain row, for one sample, and how many it wants."""
-    unknown = sorted(content.keys() - own - _SAMPLING)
+    known = own | _SAMPLING
+    unknown = sorted(content.keys() - known)
+    if "prompt" in unknown:
+        raise RequestError("the row holds prompt and messages: give one of them")
     if unknown:
-        raise RequestError(f"unknown keys: {', '.join(unknown)}")
+        hints = ", ".join(f"{key}{near_matches(key, known)}" for key in unknown)
+        raise RequestError(f"unknown keys: {hints}; accepted are {', '.join(sorted(known))}")
     given = {name: value for name, value in content.items() if name in _SAMPLING}
     values = {**context.defaults, **{k: v for k, v in given.items() if v is not None}}
     if "logit_bias" in values and isinstance(values["logit_bias"], Mapping):
