@@ -156,7 +156,8 @@ BAD_LINES = [
     ('{"messages": 3}', "messages must be a list"),
     ('{"messages": [{"role": "wizard"}]}', "unknown role 'wizard'"),
     ('{"messages": [{"role": "user"}]}', "content is missing"),
-    ('{"messages": [{"role": "tool", "content": "", "tool_call_id": "1"}]}', "tool result without a call"),
+    ('{"messages": [{"role": "tool", "content": "", "tool_call_id": "1"}]}',
+     "tool result without a call"),
     ('{"messages": [{"role": "user", "content": "u"}], "thinking": 3}', "thinking must be True or"),
     ('{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',  # noqa: E501
      "holds an image, and this model takes text only"),
