@@ -36,8 +36,7 @@ struct Experts {
   static constexpr int WARPS = 4 * K::GROUPS;
   static constexpr int ALL = K::GROUPS + 1;  // a barrier of all consumers
 
-  // Boxes in steps of 8 rows up to a whole tile, each tile by the least that holds its rows: all of a
-  // box comes through the second-level cache, as weights do.
+  // Boxes in steps of 8 rows up to a whole tile, each tile by the least that holds its rows.
   static constexpr __host__ __device__ int height(int i) {
     const int rows = K::TOKENS - 8 * (HEIGHTS - 1 - i);
     return rows < 8 ? 8 : rows;

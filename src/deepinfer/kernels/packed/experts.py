@@ -32,8 +32,8 @@ SCHEDULES: Final[Schedules] = {
 }
 """Schedules by the most rows that an expert has on average."""
 
-_CHOSEN: Final[tuple[Decoded, ...]] = ()
-"""What runs in one launch: nothing before a card has run several launches of one call."""
+_CHOSEN: Final[tuple[Decoded, ...]] = (Decoded.FP4_E4M3, Decoded.FP4_BF16)
+"""What runs in one launch."""
 
 _GUESS: Final = 0
 """Bytes of a block's first weights."""
