@@ -32,8 +32,12 @@ __device__ inline void wait_for(const uint32_t* counter, uint32_t least) {
   } while (seen < least);
 }
 // Also counts out: the last of all to leave sets the counter back.
+__device__ inline uint32_t leave(uint32_t* counter) { return atomicAdd(counter, 1u); }
+__device__ inline void was_last(uint32_t* counter, uint32_t left, uint32_t last) {
+  if (left == last - 1) atomicExch(counter, 0u);
+}
 __device__ inline void count_out(uint32_t* counter, uint32_t last) {
-  if (atomicAdd(counter, 1u) == last - 1) atomicExch(counter, 0u);
+  was_last(counter, leave(counter), last);
 }
 // What another block has written in this launch.
 __device__ inline float fresh(const float* p) { return __ldcg(p); }

@@ -125,28 +125,31 @@ struct Four {
   }
 };
 
-// Coefficients of a token from its 24 projections and the sum of squares; params: scale and base.
-__device__ inline void coefficients(const Site& p, const float* params, const float* sums, int row) {
-  const float norm = inverse_root(sums[kOut] / static_cast<float>(kStreams * kWidth) + p.norm_eps);
+// A lane's coefficient of a token: pre and post are final, comb is still to be settled. Lanes hold
+// the token's 24 projections and, behind them, its sum of squares.
+__device__ inline float begun(const Site& p, const float* params, float projection) {
+  const int lane = threadIdx.x % 32, which = lane < 8 ? lane / 4 : 2;
+  const float squares = __shfl_sync(kFull, projection, kOut);
+  const float norm = inverse_root(squares / static_cast<float>(kStreams * kWidth) + p.norm_eps);
+  const float value = projection * norm * params[which] + params[3 + lane % kOut];
+  float peak = fmaxf(value, __shfl_xor_sync(kFull, value, 1));
+  peak = fmaxf(peak, __shfl_xor_sync(kFull, peak, 2));
+  const float power = exponential(lane < 8 ? -value : value - peak);
+  float k[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) k[j] = __shfl_sync(kFull, power, lane / 4 * 4 + j);
+  const float divided = inverse(lane < 8 ? 1.f + power : ((k[0] + k[1]) + k[2]) + k[3]);
+  if (lane >= 8) return power * divided + p.hc_eps;
+  return lane < 4 ? divided + p.hc_eps : 2.f * divided;
+}
+
+// Settles a token's comb, begun in k.
+__device__ inline void settle(const Site& p, const float* begun, int row) {
   float k[4][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float a = sums[i] * norm * params[0] + params[3 + i];
-    const float b = sums[4 + i] * norm * params[1] + params[7 + i];
-    const float pre = inverse(1.f + exponential(-a)) + p.hc_eps;
-    const float post = 2.f * inverse(1.f + exponential(-b));
-    p.new_pre[row * 4 + i] = pre;
-    p.new_post[row * 4 + i] = post;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      k[i][j] = sums[8 + 4 * i + j] * norm * params[2] + params[11 + 4 * i + j];
-    }
-    const float peak = fmaxf(fmaxf(k[i][0], k[i][1]), fmaxf(k[i][2], k[i][3]));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) k[i][j] = exponential(k[i][j] - peak);
-    const float sum = inverse(((k[i][0] + k[i][1]) + k[i][2]) + k[i][3]);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) k[i][j] = k[i][j] * sum + p.hc_eps;
+    for (int j = 0; j < 4; ++j) k[i][j] = begun[4 * i + j];
   }
   // The iterations only scale rows and columns: c_ij = r_i k_ij s_j, with u = 1 / r and v = 1 / s. They
   // end early where one changes nothing but the last bits.
@@ -184,24 +187,35 @@ __device__ inline void coefficients(const Site& p, const float* params, const fl
   }
 }
 
-constexpr int kShared = kWeights + kTokens * kRow + (kLag + 1) * kInputs + kWarps * kCells * 4 +
-                        kWarps * 24 * 4 + 32 * (kOut + 1) * 4 + (kLag + 1) * kTokens * 4 + 16 + 112 + kSlice * 2;
+// Shared memory. Where terms are added up, coefficients lie in the token's row until the streams come
+// there, and the norm's weight is read where it is: no byte is left otherwise.
+template <bool SUMS>
+struct Memory {
+  static constexpr int kCoefs = SUMS ? 0 : kWarps * 24 * 4, kGains = SUMS ? 0 : kSlice * 2;
+  static constexpr int kBegun = SUMS ? 17 : kOut + 1, kComb = SUMS ? 0 : 8;  // of a tile's token
+  static constexpr int kOwnTerms = SUMS ? kTerms * kSlice * 2 : 0;           // of a warp
+  static constexpr int kBytes = kWeights + kTokens * kRow + (kLag + 1) * kInputs + kWarps * kCells * 4 +
+                                kCoefs + 32 * kBegun * 4 + (kLag + 1) * kTokens * 4 + 16 + 112 + kGains +
+                                kWarps * kOwnTerms;
+};
 
 template <bool WHOLE, bool SUMS>
 __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
+  using M = Memory<SUMS>;
   SHARED(memory);
   unsigned char* weights = memory;
   unsigned char* rows = weights + kWeights;
   unsigned char* inputs = rows + kTokens * kRow;
   float* partial = reinterpret_cast<float*>(inputs + (kLag + 1) * kInputs);
   float* coefs = partial + kWarps * kCells;
-  float* totals = coefs + kWarps * 24;              // of up to 32 tiles' tokens
-  float* factors = totals + 32 * (kOut + 1);
+  float* totals = coefs + M::kCoefs / 4;            // of up to 32 tiles' tokens
+  float* factors = totals + 32 * M::kBegun;
   uint64_t* barrier = reinterpret_cast<uint64_t*>(factors + (kLag + 1) * kTokens);
   u32* published = reinterpret_cast<u32*>(barrier + 1);  // warps, times tiles
   u32* finished = published + 1;                         // tiles whose factors are there
   float* params = reinterpret_cast<float*>(barrier + 2);  // scale, base
   unsigned char* gains = reinterpret_cast<unsigned char*>(params + 28);  // the norm's, of this slice
+  unsigned char* terms = gains + M::kGains;                              // of each warp's token
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int slice = blockIdx.x % kSlices, group = blockIdx.x / kSlices;
   // Groups take whole tiles in turn, then equal shares of the rest: no group has a tile more.
@@ -262,31 +276,39 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       const int tile = tile_of(i);
       if (lane == 0) wait_for(p.counters + tile, kSlices);
       __syncwarp();
+      float sum = 0.f;
       if (lane <= kOut) {
         const int64_t first = static_cast<int64_t>(tile) * kSlices;
         const float* from = lane < kOut ? p.sums + (first * kTokens + slice) * kOut + lane
                                         : p.squares + (first * kTokens + slice) * 2;
         const int step = lane < kOut ? kCells : kTokens * 2;
-        float sum = 0.f;
 #pragma unroll
         for (int s = 0; s < kSlices; ++s) sum += fresh(from + s * step);
-        totals[i % 32 * (kOut + 1) + lane] = sum;
+      }
+      const u32 left = lane == 0 ? leave(p.counters + tile) : 0;  // known when the rest is done
+      const float value = begun(p, params, sum);
+      if (lane >= 8 && lane < kOut) totals[i % 32 * M::kBegun + M::kComb + lane - 8] = value;
+      if (lane < 8 && slice < rows_of(i)) {
+        (lane < 4 ? p.new_pre : p.new_post)[row_of(i, slice) * 4 + lane % 4] = value;
       }
       __syncwarp();
-      if (lane == 0) count_out(p.counters + tile, kLeaving<WHOLE>);
       if (i % 32 == 31 || i + 1 == num_tiles) {  // a lane for each tile
         const int row = row_of(i / 32 * 32 + lane, slice);
-        if (lane <= i % 32 && slice < rows_of(i / 32 * 32 + lane)) coefficients(p, params, totals + lane * (kOut + 1), row);
+        if (lane <= i % 32 && slice < rows_of(i / 32 * 32 + lane)) {
+          settle(p, totals + lane * M::kBegun + M::kComb, row);
+        }
         __syncwarp();
       }
+      if (lane == 0) was_last(p.counters + tile, left, kLeaving<WHOLE>);
     }
     return;
   }
 
   const int channel = slice * kSlice + lane * 8;
   uint4 v[5];  // streams and output of this warp's token
-  uint4 term[SUMS ? kTerms : 1];
   u32 place = kNone;  // of this lane's term of the token that is read next
+  int num_terms = 0;  // of the token that was read
+  unsigned char* own_terms = terms + warp * M::kOwnTerms + lane * 16;
   float coef = 0.f;
   auto find = [&](int i) {
     if (!SUMS || i >= num_tiles || warp >= rows_of(i)) return;
@@ -306,12 +328,13 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
 #pragma unroll
       for (int t = 0; t < kTerms; ++t) {
         const u32 next = __reduce_min_sync(kFull, place >= least ? place : kNone);
-        term[t] = make_uint4(0, 0, 0, 0);
         if (next != kNone) {
-          term[t] = load_once(p.terms + static_cast<int64_t>(next) * kWidth + channel);
+          copy16(own_terms + t * kSlice * 2, p.terms + static_cast<int64_t>(next) * kWidth + channel);
         }
         least = next + (next != kNone);
       }
+      copies_end();
+      num_terms = __popc(__ballot_sync(kFull, place != kNone));
       find(i + 1);
     }
     if (lane < 24) {
@@ -321,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   };
   find(0);
   read(0);
-  if (WHOLE && warp == 0) {
+  if (WHOLE && !SUMS && warp == 0) {
     *reinterpret_cast<uint4*>(gains + lane * 16) = load_once(p.norm_weight + channel);
   }
   for (int i = 0; i < num_tiles + (WHOLE ? kLag : 0); ++i) {
@@ -330,24 +353,36 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       const bool held = warp < rows_of(i);  // else the token's sums are of nothing, and nobody reads them
       float streams_squared = 0.f, input_squared = 0.f;
       if (WHOLE && held) {
-        if (lane < 24) coefs[warp * 24 + lane] = coef;
+        float* own = SUMS ? reinterpret_cast<float*>(rows + warp * kRow) : coefs + warp * 24;
+        if (lane < 24) own[lane] = coef;
         __syncwarp();
         Four post, pre, comb[4];
-        post.load(coefs + warp * 24);
-        pre.load(coefs + warp * 24 + 4);
+        post.load(own);
+        pre.load(own + 4);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) comb[j].load(coefs + warp * 24 + 8 + 4 * j);
+        for (int j = 0; j < 4; ++j) comb[j].load(own + 8 + 4 * j);
+        if (SUMS) {
+          copies_wait<0>();
+          float sum[8] = {};
+#pragma unroll
+          for (int t = 0; t < kTerms; ++t) {
+            if (t < num_terms) {
+              const uint4 term = *reinterpret_cast<const uint4*>(own_terms + t * kSlice * 2);
+#pragma unroll
+              for (int q = 0; q < 4; ++q) {
+                sum[2 * q] += low_half(word(term, q)), sum[2 * q + 1] += high_half(word(term, q));
+              }
+            }
+          }
+#pragma unroll
+          for (int q = 0; q < 4; ++q) {
+            set_word(v[4], q, bf16_pair(sum[2 * q] + low_half(word(v[4], q)),
+                                        sum[2 * q + 1] + high_half(word(v[4], q))));
+          }
+          __syncwarp();  // streams follow where the coefficients were
+        }
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          if (SUMS) {
-            float y0 = 0.f, y1 = 0.f;
-#pragma unroll
-            for (int t = 0; t < kTerms; ++t) {
-              y0 += low_half(word(term[t], q)), y1 += high_half(word(term[t], q));
-            }
-            y0 += low_half(word(v[4], q)), y1 += high_half(word(v[4], q));
-            set_word(v[4], q, bf16_pair(y0, y1));
-          }
           const float y0 = low_half(word(v[4], q)), y1 = high_half(word(v[4], q));
           float h0[4], h1[4], x0 = 0.f, x1 = 0.f;
 #pragma unroll
@@ -437,7 +472,8 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
       __syncwarp();
       const float f = factors[(i - kLag) % (kLag + 1) * kTokens + warp];
       const unsigned char* slot = inputs + (i - kLag) % (kLag + 1) * kInputs;
-      const uint4 gain = *reinterpret_cast<const uint4*>(gains + lane * 16);
+      const uint4 gain = SUMS ? *reinterpret_cast<const uint4*>(p.norm_weight + channel)
+                              : *reinterpret_cast<const uint4*>(gains + lane * 16);
       uint4 x = *reinterpret_cast<const uint4*>(slot + (warp * kSlice + lane * 8) * 2);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
@@ -460,14 +496,14 @@ template <bool WHOLE, bool SUMS = false>
 int run(const Site& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(p.groups * kSlices));
 #ifdef HOST_TWIN
-  host::launch_together(grid, dim3(kThreads), kShared, [&] { site_kernel<WHOLE, SUMS>(p); });
+  host::launch_together(grid, dim3(kThreads), Memory<SUMS>::kBytes, [&] { site_kernel<WHOLE, SUMS>(p); });
   return 0;
 #else
   const cudaError_t status = cudaFuncSetAttribute(
-      site_kernel<WHOLE, SUMS>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+      site_kernel<WHOLE, SUMS>, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory<SUMS>::kBytes);
   if (status != cudaSuccess) return static_cast<int>(status);
   return static_cast<int>(
-      LAUNCH_NEXT(site_kernel<WHOLE, SUMS>, grid, dim3(kThreads), kShared, stream, p));
+      LAUNCH_NEXT(site_kernel<WHOLE, SUMS>, grid, dim3(kThreads), Memory<SUMS>::kBytes, stream, p));
 #endif
 }
 

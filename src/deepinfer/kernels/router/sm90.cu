@@ -272,11 +272,11 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const Call p) {
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) bias[i] = p.bias[(i / 4 * 32 + lane) * 4 + i % 4];
   __syncthreads();
-  u32* counter = p.counters + group;
+  u32 *counter = p.counters + group, left = 0;
   if (tid == 0) {
     count_in(counter);
     wait_for(counter, S::kBlocks);
-    count_out(counter, 2 * S::kBlocks);
+    left = leave(counter);  // known when the rest is done
   }
   __syncthreads();
   const int self = warp * S::kBlocks + static_cast<int>(blockIdx.x) % S::kBlocks;
@@ -284,6 +284,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const Call p) {
     const int row = first_row(j / kTile) + j % kTile;
     if (row < p.num_rows) choose(p, row, bias);
   }
+  if (tid == 0) was_last(counter, left, 2 * S::kBlocks);
 }
 
 template <int EACH>
