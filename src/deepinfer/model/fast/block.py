@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.grouping import Terms, whole
 from deepinfer.kernels.hyper_site import SiteWeights
 from deepinfer.kernels.ops import Ops
-from deepinfer.model.fast.moe import moe
+from deepinfer.model.fast.moe import moe, moe_terms
 from deepinfer.model.fast.step import Pass
 from deepinfer.model.fast.weights import BlockWeights, HyperWeights
 
@@ -21,13 +22,13 @@ __all__ = ["Open", "Sites", "begin", "run_block", "run_open", "sites_of"]
 class Open:
     """Streams of which a sublayer's output is still to become part.
 
-    stream [T, M, C], pre [T, M] the mix for what follows; out [T, C] with post [T, M] and comb
-    [T, M, M]; None = nothing is open
+    stream [T, M, C], pre [T, M] the mix for what follows; out [T, C], or terms that are still to be
+    added up, with post [T, M] and comb [T, M, M]; None = nothing is open
     """
 
     stream: Tensor
     pre: Tensor
-    out: Tensor | None = None
+    out: Tensor | Terms | None = None
     post: Tensor | None = None
     comb: Tensor | None = None
 
@@ -35,7 +36,7 @@ class Open:
         """Write the output into the streams."""
         if self.out is None:
             return self
-        stream = ops.hyper_expand(self.stream, self.out, self.post, self.comb)
+        stream = ops.hyper_expand(self.stream, whole(self.out), self.post, self.comb)
         return Open(stream, self.pre)
 
 
@@ -102,8 +103,8 @@ def run_open(
     out = attend(x, rounded)
     middle = Open(attn.stream, attn.pre, out, attn.post, attn.comb)
     x, rounded, ffn = begin(step, sites.ffn, middle, step.numerics.quantize)
-    out = moe(step, block.moe, x, num_active, rounded)
-    return Open(ffn.stream, ffn.pre, out, ffn.post, ffn.comb), attn.stream
+    terms = moe_terms(step, block.moe, x, num_active, rounded)
+    return Open(ffn.stream, ffn.pre, terms, ffn.post, ffn.comb), attn.stream
 
 
 def begin(

@@ -8,18 +8,23 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.expert_linear.fused import experts, fits
-from deepinfer.kernels.grouping import combine, group
+from deepinfer.kernels.grouping import Terms, group, whole
 from deepinfer.model.fast.step import Pass
 from deepinfer.model.fast.weights import MoeWeights
 from deepinfer.parallel.experts import LayerExperts, Pending
 
-__all__ = ["moe", "serve_experts"]
+__all__ = ["moe", "moe_terms", "serve_experts"]
 
 
-def moe(
+def moe(step: Pass, weights: MoeWeights, x: Tensor, num_active: int) -> Tensor:
+    """Run the experts on x [T, C]; returns [T, C]."""
+    return whole(moe_terms(step, weights, x, num_active))
+
+
+def moe_terms(
     step: Pass, weights: MoeWeights, x: Tensor, num_active: int, rounded: Tensor | None = None
-) -> Tensor:
-    """Run the experts on x [T, C]; returns [T, C].
+) -> Tensor | Terms:
+    """Run the experts on x [T, C]; returns [T, C], or what is to be added up to it.
 
     rounded  x rounded with ACT8, where that is done already
     Rows are sorted by expert; each token's terms add up in fp32 in ascending expert order, the
@@ -76,7 +81,7 @@ def moe(
         quantize,
     )
     own = _shared(step, weights, quantized) if shared is None else shared()
-    return combine(routed, groups.place, own)
+    return Terms(routed, groups.place, own)
 
 
 def serve_experts(step: Pass, weights: MoeWeights, num_active: int) -> None:
@@ -99,7 +104,7 @@ def _ranked(
     chosen: Tensor,
     weight: Tensor,
     shared: Callable[[], Tensor] | None,
-) -> Tensor:
+) -> Terms:
     """Run experts that other ranks hold as well; the shared expert runs while rows travel.
 
     shared  what it returns, where it runs already
@@ -113,7 +118,7 @@ def _ranked(
     if own is None and shared is not None:
         own = shared()
     assert own is not None
-    return combine(terms.flatten(0, 1), places, own)
+    return Terms(terms.flatten(0, 1), places, own)
 
 
 def _serve(step: Pass, weights: MoeWeights, ranks: LayerExperts, pending: Pending) -> Tensor:
