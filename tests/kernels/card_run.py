@@ -71,6 +71,7 @@ def released() -> list[Case]:
         attention._case("published", 64, 512, 128, 512),
         attention._case("published, windows alone", 64, 512, 128, 0),
         attention._case("published, all present", 64, 512, 128, 512, absent=0.0),
+        attention._case("published, turned", 64, 512, 128, 512, turned=64),
         index._case("published", 32, 128, 128, 900, "final"),
         index._case("published, not rounded", 32, 128, 64, 700, "none"),
         index._case("published, candidates", 32, 128, 128, 5000, "final", candidates=64),

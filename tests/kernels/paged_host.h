@@ -1,6 +1,7 @@
 // What kernels/paged_attention/sm90.cuh offers, on a CPU: copies and products are done at once.
 #pragma once
 
+#define HOST_TWIN
 #include "cuda_host_wgmma.h"
 
 #include <map>
@@ -122,17 +123,21 @@ inline float4 load_passed(const float* from) {
   std::memcpy(&x, from, 16);
   return x;
 }
+inline float load_passed_one(const float* from) { return *from; }
+inline void raise(uint32_t* flag) { *flag = 1; }
+inline void lower(uint32_t* flag) {
+  while (!*flag) host::leave();
+  *flag = 0;
+}
 inline void publish(uint32_t* flag, bool one) {
   host::warp_wait();
-  if (one) *flag = 1;
+  if (one) raise(flag);
 }
 inline void await(uint32_t* flag, bool one) {
-  if (one) {
-    while (!*flag) host::leave();
-    *flag = 0;
-  }
+  if (one) lower(flag);
   host::warp_wait();
 }
+inline void __threadfence() {}
 inline unsigned long long __shfl_sync(uint32_t full, unsigned long long v, int lane) {
   const auto low = __shfl_sync(full, static_cast<uint32_t>(v), lane);
   return low | static_cast<unsigned long long>(
@@ -152,7 +157,18 @@ inline uint32_t load32(uint32_t at) {
   std::memcpy(&x, host::at(at), 4);
   return x;
 }
-inline uint2 load64(uint32_t at) { return {load32(at), load32(at + 4)}; }
+inline uint4 load_words(uint32_t at) {
+  uint4 x;
+  std::memcpy(&x, host::at(at), 16);
+  return x;
+}
+inline float4 load_floats(uint32_t at) {
+  float4 x;
+  std::memcpy(&x, host::at(at), 16);
+  return x;
+}
+inline void store_words(uint32_t at, const uint4& x) { std::memcpy(host::at(at), &x, 16); }
+inline void store_floats(uint32_t at, const float4& x) { std::memcpy(host::at(at), &x, 16); }
 inline uint32_t load8(uint32_t at) { return *host::at(at); }
 inline float loadf(uint32_t at) { return __uint_as_float(load32(at)); }
 inline void store32(uint32_t at, uint32_t x) { std::memcpy(host::at(at), &x, 4); }

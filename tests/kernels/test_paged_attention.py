@@ -19,6 +19,7 @@ from deepinfer.kernels import nvcc
 from deepinfer.kernels.cache_io import PagedCache
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.paged_attention import paged_attention, sm90
+from deepinfer.kernels.rope.reference import rotate_tail
 
 HERE = Path(__file__).parent
 FACTOR = 2.0**-8  # of every decoded value
@@ -73,8 +74,9 @@ def launch(
     sink: Tensor,
     shares: int,
     processors: int = 2,
+    turn: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> Tensor:
-    """Run the kernel; shares = 0 cuts the rows into equal runs, one a processor."""
+    """Run the kernel; shares = 0 cuts the rows into equal runs, below 0 they meet in memory."""
     out = torch.full_like(q, math.nan)
     integer, other = ctypes.c_longlong, main if main is not None else window
     status = library.paged_attention(
@@ -89,6 +91,7 @@ def launch(
         integer(shares),
         ctypes.c_double(512**-0.5),
         integer(processors),
+        *map(nvcc.pointer, turn),
     )
     assert not status  # no flag is left up
     return out
@@ -117,6 +120,8 @@ def inputs(
         (2, 128, 200, 2, 0.9, 8.0),
         (2, 100, 100, 3, 0.2, 1.0),
         (2, 40, 0, 4, 0.3, 1.0),
+        (3, 128, 300, -4, 0.3, 2.0),
+        (2, 40, 64, -5, 0.3, 1.0),
     ],
 )
 def test_the_kernel_computes_attention(
@@ -174,6 +179,32 @@ def test_rows_cut_into_equal_runs_keep_their_bits(
     assert torch.equal(cut, whole)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "window", "selected", "shares"),
+    [(2, 64, 70, 1), (4, 64, 70, 0), (2, 70, 64, 3), (2, 64, 70, -5)],
+)
+def test_rotation_and_rounding_inside_have_the_bits_of_ops_around(
+    library: ctypes.CDLL,
+    num_rows: int,
+    window: int,
+    selected: int,
+    shares: int,
+    seed: int,
+) -> None:
+    rings = filled("window_fp8", 4, 30, range(110, 118), seed)
+    main = filled("main_fp4", 9, 64, range(0x38), seed + 1) if selected else None
+    q, window_idx, main_idx, sink = inputs(num_rows, window, selected, 0.2, 2.0, seed)
+    window_idx[0] = -1
+    if main_idx is not None:
+        main_idx[0] = -1  # a row without entries
+    angle = torch.rand(num_rows, 32, generator=torch.Generator().manual_seed(seed)) * 6
+    turn = angle.cos(), angle.sin()
+    rest = (rings, window_idx, main, main_idx, sink, shares, 3)
+    inside = launch(library, q, *rest, turn)
+    around = launch(library, rotate_tail(q, *turn), *rest)
+    assert torch.equal(inside, rotate_tail(around, *turn, True, False, "act8"))
+
+
 def test_what_a_block_passes_on_has_room(library: ctypes.CDLL) -> None:
     sizes = (ctypes.c_int * 2)()
     library.passed_sizes(sizes)
@@ -182,16 +213,22 @@ def test_what_a_block_passes_on_has_room(library: ctypes.CDLL) -> None:
 
 def test_few_rows_are_split_and_odd_rounds_cut() -> None:
     at_once = (132, 66, 39, 30)  # of an H200
-    plans = {rows: sm90.plan(rows, 10, at_once) for rows in (6, 32, 66, 100, 192, 265, 768)}
+    plans = {
+        rows: sm90.plan(rows, 10, at_once) for rows in (6, 20, 28, 32, 36, 66, 100, 192, 265, 768)
+    }
     assert plans == {
-        6: (4, False),
-        32: (3, False),
+        6: (10, True),
+        20: (5, True),
+        28: (4, False),
+        32: (4, True),
+        36: (3, False),
         66: (2, False),
         100: (1, False),
         192: (1, True),
         265: (1, True),
         768: (1, False),
     }
+    assert all(rows * n <= at_once[0] for rows, (n, passing) in plans.items() if passing and n > 1)
     assert sm90.plan(32, 10, at_once[:1]) == (1, False)
     assert sm90.plan(192, 10, at_once[:1]) == (1, True)
     assert sm90.plan(192, 0, at_once) == (1, False)
@@ -203,6 +240,10 @@ def test_accepts_the_release_and_nothing_else() -> None:
     q, idx = torch.zeros(2, 64, 512, dtype=torch.bfloat16), torch.zeros(2, 8, dtype=torch.int64)
     assert sm90.accepts(q, rings, main, idx, True)
     assert sm90.accepts(q, rings, None, None, True)
+    turn = torch.zeros(3, 32)
+    assert sm90.turns(turn, turn, "act8") and not sm90.turns(turn, turn, None)
+    assert not sm90.turns(turn[:, :16], turn, "act8")
+    assert not sm90.turns(torch.zeros(3, 64)[:, ::2], turn, "act8")
     assert not sm90.accepts(q.float(), rings, main, idx, True)
     assert not sm90.accepts(q, rings, main, idx, False)
     assert not sm90.accepts(q[:, :32], rings, main, idx, True)
@@ -219,5 +260,5 @@ def test_the_kernel_compiles_and_keeps_its_registers(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr[-3000:]
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr)]
-    assert len(spilled) == 5 and max(spilled) <= 128, spilled
+    assert len(spilled) == 10 and max(spilled) <= 128, spilled
     assert "wgmma" not in done.stderr  # no complaint that products wait for each other

@@ -374,7 +374,15 @@ def paged_attention(
     sink: Tensor,
     scale: float,
     round_weights: bool,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> Tensor:
+    if cos is not None and sin is not None:
+        turned = rotate_tail(q, cos, sin, False).to(q.dtype)  # as it is handed on
+        out = paged_attention(
+            turned, window, window_idx, main, main_idx, sink, scale, round_weights
+        )
+        return rotate_tail(out, cos, sin, True)
     loaded = [
         None if idx is None else cache_load(cache, idx.flatten()).view(*idx.shape, cache.dim)
         for cache, idx in ((window, window_idx), (main, main_idx))

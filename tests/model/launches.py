@@ -160,7 +160,7 @@ def card(launches: Launches) -> Iterator[None]:
         )
         instead(kept, pack_fp4=pack_fp4)
         instead(kept, pack_fp8=lambda c, s: _packed(Decoded.FP8_BF16, 1, *c.shape))
-        instead(attention, _packed=lambda cache, form: True)
+        instead(attention, _packed=lambda cache, form: True, _room=lambda device: (None, None))
         instead(
             torch.cuda,
             get_device_properties=lambda *_: _Properties(),

@@ -24,6 +24,7 @@ from deepinfer.kernels.streams import start_streams
 from deepinfer.model.fast.attention import (
     project,
     project_output,
+    rounds_outputs,
     store_entries,
 )
 from deepinfer.model.fast.beside import Side
@@ -253,7 +254,7 @@ class _AttendPages:
         step, weights = self._step, self._weights
         rotation = step.rotation[False]
         into = self._cache, self._own
-        _, queries, _ = project(step, weights, x, rotation, into, rounded=rounded)
+        _, queries, _ = project(step, weights, x, rotation, into, rounded=rounded, turned=False)
         out = step.ops.paged_attention(
             queries(),
             self._cache,
@@ -263,8 +264,10 @@ class _AttendPages:
             weights.attn_sink,
             step.config.head_dim**-0.5,
             step.numerics.quantize,
+            *rotation,
+            rounds_outputs(step),
         )
-        return project_output(step, weights, out, rotation)
+        return project_output(step, weights, out, None)
 
 
 class _Attend:

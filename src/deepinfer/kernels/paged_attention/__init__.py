@@ -10,12 +10,11 @@ from deepinfer.errors import ShapeError
 from deepinfer.kernels.cache_io import PagedCache
 from deepinfer.kernels.contract import check
 from deepinfer.kernels.paged_attention import reference
+from deepinfer.kernels.quantize import QuantFormat
 
 __all__ = ["paged_attention", "reads_packed"]
 
-_Impl = Callable[
-    [Tensor, PagedCache, Tensor, PagedCache | None, Tensor | None, Tensor, float, bool], Tensor
-]
+_Impl = Callable[..., Tensor]  # as below
 
 
 def reads_packed(choice: str, heads: int, dim: int, rounded: bool) -> bool:
@@ -35,6 +34,9 @@ def paged_attention(
     sink: Tensor,
     scale: float,
     round_weights: bool,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    quantize: QuantFormat | None = None,
     *,
     impl: _Impl = reference.paged_attention,
 ) -> Tensor:
@@ -47,8 +49,13 @@ def paged_attention(
     main_idx       [T, K]      int64 entry of main, -1 = absent
     sink           [H]         fp32 logits that enter the denominator only, unscaled
     round_weights  round exp(score - maximum so far) to bf16 for the weighted sum
+    cos, sin       [T, R/2]    fp32, or None: queries come not yet rotated (and are needed no more),
+                   results are rotated back
+    quantize       then round every vector to this format
     returns        [T, H, D]   dtype of q, rounded once; 0 for a row without entries
-    Equals `cache_load` and then `sparse_attention`. Source: backbone specification, 3.5 and 8.2.
+    Equals `cache_load` and then `sparse_attention`, between two of `rotate_tail` where cosines are
+    given: bit for bit, whatever an implementation makes one kernel of. Source: backbone
+    specification, 3.3, 3.5, 3.6 and 8.2.
     """
     check(
         "paged_attention",
@@ -65,6 +72,15 @@ def paged_attention(
             raise ShapeError(
                 f"paged_attention: {name} has entries of {cache.dim} values, q has {q.shape[2]}"
             )
+    if (cos is None) != (sin is None) or (quantize and cos is None):
+        raise ShapeError("paged_attention: cos and sin come together, and with quantize")
+    if cos is not None and sin is not None:
+        check("paged_attention", ("q", q, "T H D"), ("cos", cos, "T R"), ("sin", sin, "T R"))
+        if 2 * cos.shape[1] > q.shape[2]:
+            raise ShapeError(
+                f"paged_attention: cos turns {2 * cos.shape[1]} values, q has {q.shape[2]}"
+            )
     if not q.shape[0]:
         return q
-    return impl(q, window, window_idx, main, main_idx, sink, scale, round_weights)
+    arguments = (q, window, window_idx, main, main_idx, sink, scale, round_weights)
+    return impl(*arguments, *((cos, sin, quantize) if cos is not None else ()))

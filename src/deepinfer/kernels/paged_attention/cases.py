@@ -34,9 +34,10 @@ def _case(
     forms: tuple[CacheFormat, CacheFormat] = ("window_fp8", "main_fp4"),
     absent: float = 0.2,
     spread: float = 1.0,
+    turned: int = 0,
     timed: tuple[int, ...] = (),
 ) -> Case:
-    """Every seventh row has no entry at all; the next none of the window."""
+    """Every seventh row has no entry at all; the next none of the window. `turned` dims rotate."""
     exact = "fp32" in forms
     window_blocks, main_blocks = (1024, 15625) if timed else (3, 5)
 
@@ -59,7 +60,9 @@ def _case(
             main = _filled(forms[1], main_blocks, 64, dim, generator)
             main_idx = draw(main_blocks * 64, selected, 2)
         window_idx = draw(window_blocks * 134, window, 1)
-        return q * spread, rings, window_idx, main, main_idx, sink, dim**-0.5, not exact
+        angle = torch.rand(num_rows, turned // 2, generator=generator) * 6
+        turns = (angle.cos(), angle.sin()) if turned else ()
+        return q * spread, rings, window_idx, main, main_idx, sink, dim**-0.5, not exact, *turns
 
     def moved(arguments: Arguments) -> int:
         q, _, window_idx, _, main_idx, *_ = arguments
@@ -73,7 +76,7 @@ def _case(
         op="paged_attention",
         name=name,
         build=build,
-        rows=(0, 2, 4),
+        rows=(0, 2, 4, 8, 9),
         tolerance=1e-5 if exact else 8e-3,
         row_flops=4 * heads * dim * (window + selected),
         large=bool(timed),
@@ -88,6 +91,7 @@ CASES: Final = (
     _case("all present", 3, 64, 64, 16, absent=0.0),
     _case("steep", 2, 64, 70, 20, spread=12.0),
     _case("strict", 3, 64, 50, 17, forms=("fp32", "fp32"), absent=0.3),
+    _case("turned", 3, 64, 48, 24, turned=32),
     _case("real decode", 64, 512, 128, 512, absent=0.01, timed=(32, 192, 768)),
     _case("real prefill", 64, 512, 128, 512, absent=0.0, timed=(4096,)),
 )

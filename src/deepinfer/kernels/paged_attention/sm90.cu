@@ -9,18 +9,26 @@
 //
 // Decoded entries carry a common factor 2^-8, which the scale of the scores and the last division
 // take back; with it, a 4-bit entry times its scale is one product of bf16 values, and exact.
+//
+// Where cosines and sines are given, the tail of a query turns in shared memory before the first scores,
+// and that of a result turns back in registers, where ACT8 follows: with the roundings of kernels of
+// their own. Blocks that take whole rows know at compile time whether (TURNED).
 
 #ifdef __CUDACC__
 #include "sm90.cuh"
 #else
 #include "paged_host.h"
 #endif
+#include "../act8.cuh"
+#include "../chain.cuh"
 
 namespace {
 
 constexpr int HEADS = 64, DIM = 512, TILE = 64;
+constexpr int PAIRS = 32;  // that turn, the last of a head
 constexpr int DECODERS = 8, SCORERS = 4, ADDERS = 8;  // warps
 constexpr int THREADS = 32 * (DECODERS + SCORERS + ADDERS);
+constexpr int SHARED_REGISTERS = 96;  // of all warps, where a row's shares are added
 constexpr int DECODE_REGISTERS = 48, SCORE_REGISTERS = 64, ADD_REGISTERS = 160;  // of 96 on average
 constexpr int MAIN_BYTES = 288, WINDOW_BYTES = 528;
 constexpr int STEPS = TILE / 2 / DECODERS;  // of a decoder in a tile, two keys a step
@@ -34,7 +42,8 @@ constexpr uint32_t VALID = MISC_AT + 80;  // by buffer and decoder, a byte each
 constexpr uint32_t FADE = MISC_AT + 512, INVERSE = MISC_AT + 1024;  // of two tiles, two rows
 constexpr uint32_t SHRINK = INVERSE;  // of shares, by group and row
 constexpr uint32_t PEAK = MISC_AT + 1536, TOTAL = MISC_AT + 1792;
-constexpr uint32_t SMEM = MISC_AT + 2048;
+constexpr uint32_t TURN = MISC_AT + 2048;  // of two rows, 32 cosines and sines each
+constexpr uint32_t SMEM = TURN + 512;
 static_assert(SMEM <= 232448, "shared memory");
 
 struct Params {
@@ -51,6 +60,7 @@ struct Params {
     float scale;  // of the scores, in base 2, with the 2^8
     float* parts;     // what a CTA passes to the next one, or null
     uint32_t* flags;  // PASSED for each CTA, 0 where nothing is passed
+    const float *cos, *sin;  // of each row, PAIRS, or null where nothing turns
 };
 
 constexpr int PART = (ADDERS * 128 + SCORERS * 4) * 32;  // floats that a CTA passes
@@ -365,15 +375,34 @@ struct Decoder {
     }
 };
 
+// A warp's sixteen heads by 64 dims as boxes lie: eight lanes a head, four pairs each.
+DEVICE void turn_box(uint32_t box, int lane, const float4& cos, const float4& sin) {
+    const uint32_t at = box + lane / 8 * 128;
+    uint4 held[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        held[i] = load_words(at + i * 512 + ((lane % 8 ^ (lane / 8 + 4 * i & 7)) << 4));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        Eight x;
+        x.unpack(held[i]);
+        x.turn(cos, sin);
+        store_words(at + i * 512 + ((lane % 8 ^ (lane / 8 + 4 * i & 7)) << 4), x.pack());
+    }
+}
+
+DEVICE float4 minus(const float4& x) { return make_float4(-x.x, -x.y, -x.z, -x.w); }
+
 constexpr float LAZY = 8.0f;  // a maximum is raised only when weights would pass 2^8
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // A thread holds rows `head` and `head + 8`, columns 2 * (lane % 4) + {0, 1} of each 8.
-template <int SHARES, bool CUT>
+template <int SHARES, bool CUT, bool TURNED>
 DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int warp, int lane) {
     const Walk w = walk_of<SHARES, CUT>(p);
     const int head = 16 * warp + lane / 4, quad = lane % 4;
     const float sink0 = __ldg(p.sink + head) * LOG2_E, sink1 = __ldg(p.sink + head + 8) * LOG2_E;
+    const bool turns = SHARES > 1 ? p.cos != nullptr : TURNED;
     uint32_t turn = 0, row_turn = 0;
     for (int n = 0; n < w.pieces; n++, row_turn ^= 1) {
         const Piece piece = piece_of<CUT>(w, n);
@@ -384,7 +413,22 @@ DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int wa
                 p.parts + (blockIdx.x - 1) * PART + ADDERS * 32 * 128 + (warp * 32 + lane) * 4);
             peak0 = x.x, peak1 = x.y, total0 = x.z, total1 = x.w;
         }
+        float4 cos, sin;
+        if (turns) {
+            const long long at = (long long)piece.row * PAIRS + lane % 8 * 4;
+            cos = __ldg(reinterpret_cast<const float4*>(p.cos + at));
+            sin = __ldg(reinterpret_cast<const float4*>(p.sin + at));
+        }
         wait(smem + Q_FULL, row_turn);
+        if (turns) {
+            if (warp == 0 && lane < 8) {  // kept for the results
+                store_floats(smem + TURN + row_turn * 256 + lane * 16, cos);
+                store_floats(smem + TURN + row_turn * 256 + 128 + lane * 16, sin);
+            }
+            turn_box(smem + Q_AT + 7 * 8192 + warp * 2048, lane, cos, sin);
+            fence_async();
+            group_sync(2);  // products read what all four have turned
+        }
         for (int t = piece.first; t < piece.end; t++, turn++) {
             const uint32_t buffer = turn & 1;
             const bool last = t == piece.end - 1;
@@ -511,7 +555,23 @@ DEVICE void release(uint32_t smem, uint32_t buffer, int half, bool one) {
     if (one) arrive(smem + K_EMPTY + buffer * 16 + half * 8);
 }
 
-template <int SHARES, bool CUT>
+// Two values of bf16, turned.
+DEVICE uint32_t turn_pair(uint32_t x, float cos, float sin) {
+    const float even = __uint_as_float(x << 16), odd = __uint_as_float(x & 0xFFFF0000u);
+    return pair(__fsub_rn(__fmul_rn(even, cos), __fmul_rn(odd, sin)),
+                __fadd_rn(__fmul_rn(even, sin), __fmul_rn(odd, cos)));
+}
+
+// Eight of a lane, 32 of four lanes.
+DEVICE void round_words(uint32_t (&x)[4]) {
+    Eight y;
+    y.unpack(make_uint4(x[0], x[1], x[2], x[3]));
+    y.round();
+    const uint4 z = y.pack();
+    x[0] = z.x, x[1] = z.y, x[2] = z.z, x[3] = z.w;
+}
+
+template <int SHARES, bool CUT, bool TURNED>
 DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int group, int warp,
                 int lane) {
     const Walk w = walk_of<SHARES, CUT>(p);
@@ -587,14 +647,33 @@ DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int 
                                   warp / 2 * 8192;
             group_sync(group);
 #pragma unroll
-            for (int c = 0; c < 4; c++) {  // 16 heads x 64 dims
-                const uint32_t line = mine + c * 16384 + lane / 4 * 128 + quad * 4;
+            for (int c = 0; c < 8; c++) {  // 16 heads x 32 dims
+                const uint32_t line = mine + c / 2 * 16384 + lane / 4 * 128 + quad * 4;
+                uint32_t low[4], high[4];
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    const float* x = out[c / 2] + (c % 2 * 8 + j) * 4;
-                    const uint32_t at_j = line + ((j ^ (lane / 4)) << 4);
-                    store32(at_j, pair(x[0] * r0, x[1] * r0));
-                    store32(at_j + 1024, pair(x[2] * r1, x[3] * r1));
+                for (int j = 0; j < 4; j++) {
+                    const float* x = out[c / 4] + (c % 4 * 4 + j) * 4;
+                    low[j] = pair(x[0] * r0, x[1] * r0);
+                    high[j] = pair(x[2] * r1, x[3] * r1);
+                }
+                if (TURNED) {
+                    if (c >= 6 && group) {
+                        const uint32_t turn = smem + TURN + row_turn * 256 + (c - 6) * 64 + quad * 4;
+#pragma unroll
+                        for (int j = 0; j < 4; j++) {
+                            const float cos = loadf(turn + j * 16), sin = -loadf(turn + 128 + j * 16);
+                            low[j] = turn_pair(low[j], cos, sin);
+                            high[j] = turn_pair(high[j], cos, sin);
+                        }
+                    }
+                    round_words(low);
+                    round_words(high);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const uint32_t at_j = line + ((c % 2 * 4 + j ^ (lane / 4)) << 4);
+                    store32(at_j, low[j]);
+                    store32(at_j + 1024, high[j]);
                 }
             }
             fence_async();
@@ -642,44 +721,124 @@ DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int 
     }
 }
 
-// Each CTA of a cluster adds the shares of some of the sums.
+constexpr int ITEMS = HEADS * DIM / 8;  // eight sums of a head each
+
+DEVICE uint32_t sums_at(uint32_t smem, int item) {
+    return smem + K_AT + item / 32 * 512 + ((item % 32 ^ (item / 64 & 7)) << 4);
+}
+
+// What a block passes to the others of its row through memory: sums, and peaks, totals and factors.
 template <int SHARES>
+DEVICE void pass_on(const Params& p, uint32_t smem, int rank) {
+    __syncthreads();
+    float* to = p.parts + (long long)blockIdx.x * PART;
+    for (int i = threadIdx.x; i < ITEMS; i += THREADS)
+        if (i / THREADS % SHARES != rank) store_passed(to + i * 4, load_floats(sums_at(smem, i)));
+    if (threadIdx.x < 4 * HEADS) {
+        const int i = threadIdx.x, head = i % HEADS;
+        to[ITEMS * 4 + i] = i < HEADS       ? loadf(smem + PEAK + head * 4)
+                            : i < 2 * HEADS ? loadf(smem + TOTAL + head * 4)
+                                            : loadf(smem + SHRINK + (i - 2 * HEADS) * 4);
+    }
+    __threadfence();
+    __syncthreads();
+    const int other = threadIdx.x;
+    if (other < SHARES && other != rank) {
+        raise(p.flags + blockIdx.x * PASSED + other);
+        lower(p.flags + (blockIdx.x - rank + other) * PASSED + rank);
+    }
+    __syncthreads();
+}
+
+template <int SHARES, bool LOOSE>
+struct Shares {  // of a row, as the block of a rank sees them
+    const Params& p;
+    const uint32_t smem;
+    const int rank;
+
+    DEVICE const float* passed_by(int s) const {
+        return p.parts + (long long)(blockIdx.x - rank + s) * PART;
+    }
+    DEVICE uint4 sums(int item, int s) const {
+        if (!LOOSE) return peer_words(peer(sums_at(smem, item), s));
+        const float4 x = s == rank ? load_floats(sums_at(smem, item)) : load_passed(passed_by(s) + item * 4);
+        return make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z),
+                          __float_as_uint(x.w));
+    }
+    DEVICE float value(uint32_t at, int passed, int s) const {  // in shared memory, or as passed
+        if (!LOOSE) return peer_float(peer(smem + at, s));
+        return s == rank ? loadf(smem + at) : load_passed_one(passed_by(s) + ITEMS * 4 + passed);
+    }
+};
+
+// Each block of a row adds the shares of some of the sums.
+template <int SHARES, bool LOOSE = false>
 DEVICE void combine(const Params& p, uint32_t smem, int rank, int row) {
-    for (int i = rank * THREADS + threadIdx.x; i < HEADS * DIM / 8; i += SHARES * THREADS) {
-        const int head = i / 64, group = i / 32 % 2, j = i % 32;
-        const uint32_t at = K_AT + head * 1024 + group * 512 + ((j ^ (head & 7)) << 4);
+    constexpr int STRIDE = SHARES * THREADS, EACH = (ITEMS + STRIDE - 1) / STRIDE;
+    const Shares<SHARES, LOOSE> shares{p, smem, rank};
+    const int first = rank * THREADS + threadIdx.x;
+    uint4 x[EACH][SHARES];
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+#pragma unroll
+        for (int s = 0; s < SHARES; s++)
+            if (first + e * STRIDE < ITEMS) x[e][s] = shares.sums(first + e * STRIDE, s);
+    if (threadIdx.x < 2 * HEADS) {  // what the shares of half a head are multiplied with
+        const int head = threadIdx.x / 2, group = threadIdx.x % 2;
         float peaks[SHARES], totals[SHARES], shrinks[SHARES];
-        uint4 x[SHARES];
 #pragma unroll
         for (int s = 0; s < SHARES; s++) {
-            peaks[s] = peer_float(peer(smem + PEAK + head * 4, s));
-            totals[s] = peer_float(peer(smem + TOTAL + head * 4, s));
-            shrinks[s] = peer_float(peer(smem + SHRINK + group * 256 + head * 4, s));
-            x[s] = peer_words(peer(smem + at, s));
+            peaks[s] = shares.value(PEAK + head * 4, head, s);
+            totals[s] = shares.value(TOTAL + head * 4, HEADS + head, s);
+            shrinks[s] = shares.value(SHRINK + group * 256 + head * 4, (2 + group) * HEADS + head, s);
         }
-        float peak = peaks[0], total = 0.0f, sum[8] = {};
+        float peak = peaks[0], total = 0.0f;
 #pragma unroll
         for (int s = 1; s < SHARES; s++) peak = fmaxf(peak, peaks[s]);
 #pragma unroll
         for (int s = 0; s < SHARES; s++) {
-            const float fade = exp2_fast(peaks[s] - peak), factor = fade * shrinks[s];
+            const float fade = exp2_fast(peaks[s] - peak);
             total += fade * totals[s];
-            const uint32_t words[4] = {x[s].x, x[s].y, x[s].z, x[s].w};
+            storef(smem + P_AT + threadIdx.x * 64 + s * 4, fade * shrinks[s]);
+        }
+        total += exp2_fast(__ldg(p.sink + head) * LOG2_E - peak);
+        storef(smem + P_AT + threadIdx.x * 64 + 60, 256.0f / total);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        const int i = first + e * STRIDE;
+        if (i >= ITEMS) break;
+        const uint32_t at = smem + P_AT + i / 32 * 64;
+        const float r = loadf(at + 60);
+        float sum[8] = {};
+#pragma unroll
+        for (int s = 0; s < SHARES; s++) {
+            const float factor = loadf(at + s * 4);
+            const uint32_t words[4] = {x[e][s].x, x[e][s].y, x[e][s].z, x[e][s].w};
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 sum[2 * k] += factor * low16(words[k]);
                 sum[2 * k + 1] += factor * high16(words[k]);
             }
         }
-        total += exp2_fast(__ldg(p.sink + head) * LOG2_E - peak);
-        const float r = 256.0f / total;
-        *reinterpret_cast<uint4*>(p.out + ((long long)row * HEADS + head) * DIM + group * 256 + j * 8) =
-            make_uint4(pair(sum[0] * r, sum[1] * r), pair(sum[2] * r, sum[3] * r),
-                       pair(sum[4] * r, sum[5] * r), pair(sum[6] * r, sum[7] * r));
+        Eight y;
+#pragma unroll
+        for (int k = 0; k < 8; k++) y.at[k] = sum[k] * r;
+        if (p.cos) {
+            if (i % 64 >= 64 - PAIRS / 4) {
+                const uint32_t turn = smem + TURN + (i % 64 - (64 - PAIRS / 4)) * 16;
+                y.unpack(y.pack());
+                y.turn(load_floats(turn), minus(load_floats(turn + 128)));
+            }
+            y.unpack(y.pack());
+            y.round();
+        }
+        *reinterpret_cast<uint4*>(p.out + (long long)row * HEADS * DIM + i * 8) = y.pack();
     }
 }
 
-template <int SHARES, bool CUT>
+template <int SHARES, bool CUT, bool TURNED>
 DEVICE void walk(const CUtensorMap* map, const CUtensorMap* out_map, const Params& p, uint32_t smem) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
@@ -691,21 +850,26 @@ DEVICE void walk(const CUtensorMap* map, const CUtensorMap* out_map, const Param
         barriers_made();
     }
     __syncthreads();
+    previous_kernel_wait();
+    next_kernel_may_start();
     if (warp < DECODERS) {
         registers_down<DECODE_REGISTERS>();
         const Walk w = walk_of<SHARES, CUT>(p);
         Decoder<SHARES, CUT>(p, w, smem, warp, lane).run();
+        if (SHARES > 1) registers_up<SHARED_REGISTERS>();
     } else if (warp < DECODERS + SCORERS) {
         registers_down<SCORE_REGISTERS>();
         const Walk w = walk_of<SHARES, CUT>(p);
         if (lane == 0 && w.pieces > 0)
             load_queries(map, piece_of<CUT>(w, 0).row, smem, warp - DECODERS);
         __syncwarp();
-        score<SHARES, CUT>(p, map, smem, warp - DECODERS, lane);
+        score<SHARES, CUT, TURNED>(p, map, smem, warp - DECODERS, lane);
+        if (SHARES > 1) registers_up<SHARED_REGISTERS>();
     } else {
         registers_up<ADD_REGISTERS>();
         const int place = warp - DECODERS - SCORERS;
-        add<SHARES, CUT>(p, out_map, smem, place / 4, place % 4, lane);
+        add<SHARES, CUT, TURNED>(p, out_map, smem, place / 4, place % 4, lane);
+        if (SHARES > 1) registers_down<SHARED_REGISTERS>();
     }
 }
 
@@ -716,7 +880,8 @@ uint32_t inverse(int count) {  // of at least 2
 Params params(const void* window, const void* window_idx, const void* main, const void* main_idx,
               const void* sink, void* out, long long rows, long long window_slots,
               long long main_slots, long long window_entries, long long window_block,
-              long long main_entries, long long main_block, double scale, void* parts, void* flags) {
+              long long main_entries, long long main_block, double scale, void* parts, void* flags,
+              const void* cos, const void* sin) {
     Params p;
     p.window = static_cast<const uint8_t*>(window);
     p.main = static_cast<const uint8_t*>(main);
@@ -735,6 +900,8 @@ Params params(const void* window, const void* window_idx, const void* main, cons
     p.main_slots = int(main_slots);
     p.parts = static_cast<float*>(parts);
     p.flags = static_cast<uint32_t*>(flags);
+    p.cos = static_cast<const float*>(cos);
+    p.sin = static_cast<const float*>(sin);
     p.scale = float(scale * 256.0 * 1.4426950408889634);
     return p;
 }
@@ -745,15 +912,18 @@ Params params(const void* window, const void* window_idx, const void* main, cons
 
 namespace {
 
-template <int SHARES, bool CUT = false>
+template <int SHARES, bool CUT = false, bool LOOSE = false, bool TURNED = false>
 __global__ void __launch_bounds__(THREADS, 1)
     attend(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap out_map,
            const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t smem = uint32_t(__cvta_generic_to_shared(shared));
     if (smem % 1024) __trap();
-    walk<SHARES, CUT>(&map, &out_map, p, smem);
-    if (SHARES > 1) {
+    walk<SHARES, CUT, TURNED>(&map, &out_map, p, smem);
+    if constexpr (LOOSE) {
+        pass_on<SHARES>(p, smem, blockIdx.x % SHARES);
+        combine<SHARES, true>(p, smem, blockIdx.x % SHARES, blockIdx.x / SHARES);
+    } else if constexpr (SHARES > 1) {
         cluster_sync();
         combine<SHARES>(p, smem, blockIdx.x % SHARES, blockIdx.x / SHARES);
         cluster_sync();  // a peer may still read this CTA's shared memory
@@ -765,37 +935,41 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-// The launch of so many blocks; clusters need their attribute, which lives as long as this.
-template <int SHARES, bool CUT = false>
+// The launch of so many blocks; its attributes live as long as this.
+template <int SHARES, bool CUT = false, bool LOOSE = false, bool TURNED = false>
 struct Launch {
     cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute cluster[1];
+    cudaLaunchAttribute attributes[2];  // early, and in clusters
     cudaError_t ready;
 
     Launch(int grid, cudaStream_t stream) {
-        ready = cudaFuncSetAttribute(attend<SHARES, CUT>, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM);
+        ready = cudaFuncSetAttribute(attend<SHARES, CUT, LOOSE, TURNED>, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM);
         config.gridDim = dim3(grid);
         config.blockDim = dim3(THREADS);
         config.dynamicSmemBytes = SMEM;
         config.stream = stream;
-        cluster[0].id = cudaLaunchAttributeClusterDimension;
-        cluster[0].val.clusterDim = {SHARES, 1, 1};
-        config.attrs = cluster;
-        config.numAttrs = SHARES > 1 ? 1 : 0;
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
+        attributes[1].id = cudaLaunchAttributeClusterDimension;
+        attributes[1].val.clusterDim = {SHARES, 1, 1};
+        config.attrs = attributes;
+        config.numAttrs = SHARES > 1 && !LOOSE ? 2 : 1;
     }
 };
 
-template <int SHARES, bool CUT = false>
+template <int SHARES, bool CUT = false, bool LOOSE = false, bool TURNED = false>
 cudaError_t start(const CUtensorMap& map, const CUtensorMap& out_map, const Params& p, int grid,
                   cudaStream_t stream) {
-    Launch<SHARES, CUT> launch(grid, stream);
+    Launch<SHARES, CUT, LOOSE, TURNED> launch(grid, stream);
     if (launch.ready != cudaSuccess) return launch.ready;
-    return cudaLaunchKernelEx(&launch.config, attend<SHARES, CUT>, map, out_map, p);
+    return cudaLaunchKernelEx(&launch.config, attend<SHARES, CUT, LOOSE, TURNED>, map, out_map, p);
 }
 
 template <int SHARES>
 int fitting() {
     Launch<SHARES> launch(SHARES, nullptr);
+    launch.config.attrs = launch.attributes + 1;  // the cluster's alone
+    launch.config.numAttrs = 1;
     int count = 0;
     if (launch.ready == cudaSuccess)
         cudaOccupancyMaxActiveClusters(&count, attend<SHARES>, &launch.config);
@@ -804,14 +978,16 @@ int fitting() {
 
 }  // namespace
 
-// Returns a CUDA error code. Strides in bytes; `shares` CTAs take one row, 1 to 4. With one and room
-// for `parts` and `flags`, which are 0 and are left 0, rows are cut so that all CTAs have like much.
+// Returns a CUDA error code. Strides in bytes; `shares` CTAs take one row, 1 to 4. With room for `parts`
+// and `flags`, which are 0 and are left 0: one CTA a row takes an equal run of the tiles of all, and 4,
+// 5 or 10 meet there instead of in a cluster. `cos` and `sin` [rows, 32] turn queries, and results back,
+// which are rounded with ACT8 then.
 extern "C" int paged_attention(void* q, const void* window, const void* window_idx, const void* main,
                                const void* main_idx, const void* sink, void* out, long long rows,
                                long long window_slots, long long main_slots, long long window_entries,
                                long long window_block, long long main_entries, long long main_block,
                                long long shares, double scale, void* parts, void* flags,
-                               void* stream) {
+                               const void* cos, const void* sin, void* stream) {
     static Encode encode = [] {
         void* found = nullptr;
         cudaDriverEntryPointQueryResult status;
@@ -831,7 +1007,7 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
     if (boxes(&map, q, HEADS) || boxes(&out_map, out, 16)) return cudaErrorInvalidValue;
     const Params p = params(window, window_idx, main, main_idx, sink, out, rows, window_slots,
                             main_slots, window_entries, window_block, main_entries, main_block,
-                            scale, parts, flags);
+                            scale, parts, flags, cos, sin);
     auto s = static_cast<cudaStream_t>(stream);
     static int processors = [] {
         int device = 0, count = 0;
@@ -839,9 +1015,21 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
         cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
         return count;
     }();
-    if (shares == 1 && parts && p.rows >= processors)
-        return start<1, true>(map, out_map, p, processors, s);
-    if (shares == 1) return start<1>(map, out_map, p, p.rows < processors ? p.rows : processors, s);
+    if (shares > 1 && parts) {  // all at once, or they would wait for each other
+        const int grid = p.rows * int(shares);
+        if (grid > processors) return cudaErrorInvalidValue;
+        if (shares == 4) return start<4, false, true>(map, out_map, p, grid, s);
+        if (shares == 5) return start<5, false, true>(map, out_map, p, grid, s);
+        if (shares == 10) return start<10, false, true>(map, out_map, p, grid, s);
+    }
+    if (shares == 1) {
+        const int grid = p.rows < processors ? p.rows : processors;
+        const bool cut = parts && p.rows >= processors;
+        return cut ? p.cos ? start<1, true, false, true>(map, out_map, p, grid, s)
+                           : start<1, true>(map, out_map, p, grid, s)
+               : p.cos ? start<1, false, false, true>(map, out_map, p, grid, s)
+                       : start<1>(map, out_map, p, grid, s);
+    }
     if (shares == 2) return start<2>(map, out_map, p, p.rows * 2, s);
     if (shares == 3) return start<3>(map, out_map, p, p.rows * 3, s);
     if (shares == 4) return start<4>(map, out_map, p, p.rows * 4, s);

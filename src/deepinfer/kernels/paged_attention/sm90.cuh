@@ -92,19 +92,32 @@ DEVICE void stores_read() {  // what the stores take from shared memory may be o
 DEVICE void store_passed(float* to, float4 x) { __stcg(reinterpret_cast<float4*>(to), x); }
 DEVICE float4 load_passed(const float* from) { return __ldcg(reinterpret_cast<const float4*>(from)); }
 
+DEVICE float load_passed_one(const float* from) { return __ldcg(from); }
+
+DEVICE void raise(uint32_t* flag) {  // what the block stored before a fence may be read
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+
+DEVICE void lower(uint32_t* flag) {  // once it is up, for the next launch
+    uint32_t up = 0;
+    for (int i = 0; !up; i++) {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(up) : "l"(flag) : "memory");
+#ifdef WATCH
+        if (i > WATCH) __trap();
+#endif
+    }
+    asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
+    __threadfence();
+}
+
 DEVICE void publish(uint32_t* flag, bool one) {  // what this warp stored
     __threadfence();
     __syncwarp();
-    if (one) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+    if (one) raise(flag);
 }
 
-DEVICE void await(uint32_t* flag, bool one) {  // and take the flag down for the next launch
-    if (one) {
-        uint32_t up = 0;
-        while (!up) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(up) : "l"(flag) : "memory");
-        asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
-        __threadfence();
-    }
+DEVICE void await(uint32_t* flag, bool one) {
+    if (one) lower(flag);
     __syncwarp();
 }
 
@@ -114,10 +127,19 @@ DEVICE uint32_t load32(uint32_t at) {
     return x;
 }
 
-DEVICE uint2 load64(uint32_t at) {
-    uint2 x;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at) : "memory");
+DEVICE uint4 load_words(uint32_t at) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(at)
+                 : "memory");
     return x;
+}
+
+DEVICE float4 load_floats(uint32_t at) {
+    const uint4 x = load_words(at);
+    return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                       __uint_as_float(x.w));
 }
 
 DEVICE uint32_t load8(uint32_t at) {
@@ -142,6 +164,17 @@ DEVICE void store128(uint32_t at, const uint32_t (&x)[4]) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]),
                  "r"(x[2]), "r"(x[3])
                  : "memory");
+}
+
+DEVICE void store_words(uint32_t at, const uint4& x) {
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    store128(at, words);
+}
+
+DEVICE void store_floats(uint32_t at, const float4& x) {
+    const uint32_t words[4] = {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z),
+                               __float_as_uint(x.w)};
+    store128(at, words);
 }
 
 DEVICE uint32_t product(uint32_t a, uint32_t b) {  // of two pairs of bf16

@@ -17,15 +17,18 @@ from deepinfer.kernels import nvcc
 
 if TYPE_CHECKING:
     from deepinfer.kernels.cache_io import PagedCache
+    from deepinfer.kernels.quantize import QuantFormat
 
 SOURCE: Final = Path(__file__).with_suffix(".cu")
 HEADS: Final = 64
 DIM: Final = 512
+PAIRS: Final = 32  # of values that rotate
 _TILE: Final = 64  # slots that a block of threads takes at once
 _ROW_TILES: Final = 2  # what beginning and ending a row costs, in tiles
 _MEETING_TILES: Final = 1  # what it costs blocks to add their shares of a row
 _PASSING_TILES: Final = 2  # what it costs a block to pass on half a row and to take one over
 _WORTH: Final = 1.03  # what runs must gain
+_LOOSE: Final = (4, 5, 10)  # shares that may meet in memory, which needs no room for clusters
 PART: Final = 33280  # floats that a block passes on: sums and maxima
 FLAGS: Final = 12  # one for each of those warps
 _ROOM: dict[int, tuple[Tensor, Tensor]] = {}  # by device; launches of one follow each other
@@ -42,6 +45,9 @@ def paged_attention(
     sink: Tensor,
     scale: float,
     round_weights: bool,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    quantize: QuantFormat | None = None,
     shares: int = 0,
 ) -> Tensor:
     """As the reference, but for where weights round; other dims and formats take Triton.
@@ -49,15 +55,26 @@ def paged_attention(
     shares  blocks of threads that take a row; 0 = by the number of rows, so that a row's bits
             depend on its batch
     """
-    if not accepts(q, window, main, main_idx, round_weights):
+    packed, turn = accepts(q, window, main, main_idx, round_weights), None
+    out: Tensor
+    if cos is not None and sin is not None:
+        turn = cos, sin
+        if not (packed and turns(cos, sin, quantize)):
+            rotate = import_module("deepinfer.kernels.rope.sm90").rotate_tail
+            q, caches = rotate(q, cos, sin, reuse=True), (window, window_idx, main, main_idx)
+            out = paged_attention(q, *caches, sink, scale, round_weights, shares=shares)
+            return rotate(out, cos, sin, True, True, quantize)  # type: ignore[no-any-return]
+    if not packed:
         portable = import_module("deepinfer.kernels.paged_attention.triton").paged_attention
-        out: Tensor = portable(q, window, window_idx, main, main_idx, sink, scale, round_weights)
+        out = portable(q, window, window_idx, main, main_idx, sink, scale, round_weights)
         return out
     tiles = math.ceil(window_idx.shape[1] / _TILE)
     tiles += 0 if main_idx is None else math.ceil(main_idx.shape[1] / _TILE)
     at_once = _rows_at_once(q.device.index)
-    shares, cut = plan(q.shape[0], tiles, at_once[:shares] if shares else at_once)
-    return attend(q, window, window_idx, main, main_idx, sink, scale, shares, cut=cut)
+    shares, passing = plan(q.shape[0], tiles, at_once[:shares] if shares else at_once)
+    return attend(
+        q, window, window_idx, main, main_idx, sink, scale, shares, passing=passing, turn=turn
+    )  # fmt: skip
 
 
 def accepts(
@@ -70,6 +87,13 @@ def accepts(
     if main is not None and main_idx is not None:
         caches.append((main, "main_fp4"))
     return all(_packed(cache, form) for cache, form in caches)
+
+
+def turns(cos: Tensor, sin: Tensor, quantize: QuantFormat | None) -> bool:
+    """Whether the kernel rotates: 64 dimensions, by aligned values, and ACT8 behind that."""
+    return quantize == "act8" and all(
+        t.shape[1] == PAIRS and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (cos, sin)
+    )
 
 
 def _packed(cache: PagedCache, form: str) -> bool:
@@ -88,23 +112,27 @@ def _packed(cache: PagedCache, form: str) -> bool:
 
 
 def plan(num_rows: int, tiles: int, at_once: Sequence[int]) -> tuple[int, bool]:
-    """Return how many blocks of threads take a row, and whether rows are cut into equal runs.
+    """Return how many blocks of threads take a row, and whether blocks pass sums on in memory.
 
     at_once  rows that the card takes at a time with 1, 2, ... blocks a row
-    With runs a row's bits are those of one block a row.
+    One block a row passes on the rest of a row where rows are cut into equal runs, with the bits of
+    whole rows; more do so instead of a cluster, where the card takes all of them at once.
     """
 
-    def whole(shares: int) -> float:
-        rounds = math.ceil(num_rows / max(1, at_once[shares - 1]))
-        meeting = _MEETING_TILES if shares > 1 else 0
-        return rounds * (_ROW_TILES + math.ceil(tiles / shares) + meeting)
+    def round_of(shares: int) -> int:
+        return _ROW_TILES + math.ceil(tiles / shares) + (_MEETING_TILES if shares > 1 else 0)
 
-    shares = min(range(1, len(at_once) + 1), key=whole)
+    options: list[tuple[float, int, bool]] = [
+        (math.ceil(num_rows / max(1, fitting)) * round_of(shares), shares, False)
+        for shares, fitting in enumerate(at_once, 1)
+    ]
+    if len(at_once) > 1:
+        options += [(round_of(n), n, True) for n in _LOOSE if num_rows * n <= at_once[0]]
     rows = num_rows / at_once[0]  # of a block
-    runs = rows * tiles + (rows + 1) * _ROW_TILES + _PASSING_TILES
-    if rows > 1 and tiles and runs * _WORTH < whole(shares):
-        return 1, True
-    return shares, False
+    if rows > 1 and tiles:
+        runs = rows * tiles + (rows + 1) * _ROW_TILES + _PASSING_TILES
+        options.append((runs * _WORTH, 1, True))
+    return min(options)[1:]
 
 
 def _room(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -141,12 +169,19 @@ def attend(
     shares: int,
     source: Path = SOURCE,
     *,
-    cut: bool = False,
+    passing: bool = False,
+    turn: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Run the kernel with `shares` blocks of threads a row, 1 to 4; each has its own bits.
 
-    cut  one block a row, but in equal runs of tiles; the bits are those of shares = 1
+    passing  through memory: one block a row takes equal runs of tiles, with the bits of whole rows;
+             4, 5 or 10 meet there, with the bits of a cluster
+    turn     cosines and sines: queries are rotated on the way in, results back on the way out and
+             rounded with ACT8
     """
+    room = _room(q.device) if passing else (None, None)
+    if room[0] is None:
+        shares = min(shares, 4)
     q = q.contiguous()
     out = torch.empty_like(q)
     other = main if main is not None and main_idx is not None else None
@@ -170,6 +205,7 @@ def attend(
         other.codes.stride(0) if other is not None else 0,
         shares,
         scale,
-        *(_room(q.device) if cut else (None, None)),
+        *room,
+        *(turn or (None, None)),
     )
     return out

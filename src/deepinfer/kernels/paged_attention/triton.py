@@ -8,9 +8,11 @@ from torch import Tensor
 
 from deepinfer.kernels.attention.triton import sparse_attention
 from deepinfer.kernels.cache_io.triton import cache_load
+from deepinfer.kernels.rope.triton import rotate_tail
 
 if TYPE_CHECKING:
     from deepinfer.kernels.cache_io import PagedCache
+    from deepinfer.kernels.quantize import QuantFormat
 
 
 def paged_attention(
@@ -22,10 +24,17 @@ def paged_attention(
     sink: Tensor,
     scale: float,
     round_weights: bool,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    quantize: QuantFormat | None = None,
 ) -> Tensor:
     """Bring every row's entries together, [T, slots, D]."""
     window_kv = cache_load(window, window_idx.flatten()).view(*window_idx.shape, window.dim)
     main_kv = None
     if main is not None and main_idx is not None:
         main_kv = cache_load(main, main_idx.flatten()).view(*main_idx.shape, main.dim)
-    return sparse_attention(q, window_kv, window_idx, main_kv, main_idx, sink, scale, round_weights)
+    turned = q if cos is None or sin is None else rotate_tail(q, cos, sin, reuse=True)
+    out = sparse_attention(
+        turned, window_kv, window_idx, main_kv, main_idx, sink, scale, round_weights
+    )
+    return out if cos is None or sin is None else rotate_tail(out, cos, sin, True, True, quantize)

@@ -12,6 +12,7 @@ from deepinfer.config import LayerConfig
 from deepinfer.kernels.attention.reference import SLOT_BLOCK
 from deepinfer.kernels.cache_io import PagedCache, copy_entries
 from deepinfer.kernels.paged_attention import reads_packed
+from deepinfer.kernels.quantize import QuantFormat
 from deepinfer.kernels.rows import ROW_BLOCK
 from deepinfer.model.fast.compressor import compress_step
 from deepinfer.model.fast.indexer import gather_selected, select, selected_entries
@@ -22,6 +23,7 @@ __all__ = [
     "attention",
     "project",
     "project_output",
+    "rounds_outputs",
     "store_entries",
     "store_window",
 ]
@@ -40,15 +42,17 @@ def project(
     begin: Callable[[Tensor], None] | None = None,
     rounded: Tensor | None = None,
     apart: bool = False,
+    turned: bool = True,
 ) -> tuple[Tensor, Callable[[], Tensor], Tensor | None]:
     """Return the query latent [T, rank], queries [T, H, D] and window entries [T, D] of x [T, C].
 
-    Queries and entries are rotated, entries not yet quantized; the latent is where ops fuse. What
-    stands for the queries makes or awaits them.
+    Entries are rotated, not yet quantized; the latent is where ops fuse. What stands for the
+    queries makes or awaits them.
     into     store the entries here instead of returning them
     begin    called with the entries before the queries are made
     rounded  x rounded with ACT8, where that is done already
     apart    queries are made beside what follows, where a step has branches
+    turned   queries are rotated here; else attention does that
     """
     ops, config, quantize = step.ops, step.config, step.numerics.quantize
     given = (x, quantize) if rounded is None else (rounded, False)
@@ -71,7 +75,7 @@ def project(
     def queries() -> Tensor:
         q = ops.fp8_linear(latent, weights.wq_b, quantize and not step.fuses)
         q = torch.unflatten(q, -1, (config.num_attention_heads, config.head_dim))
-        return ops.rotate_tail(q, *rotation, reuse=True)
+        return ops.rotate_tail(q, *rotation, reuse=True) if turned else q
 
     if apart:
         return latent, step.beside(queries), kv
@@ -108,19 +112,23 @@ def _entries(step: Pass, weights: AttentionWeights, kv: Tensor, rotation: Rotati
 
 
 def project_output(
-    step: Pass, weights: AttentionWeights, out: Tensor, rotation: Rotation
+    step: Pass, weights: AttentionWeights, out: Tensor, rotation: Rotation | None
 ) -> Tensor:
-    """Rotate outputs [T, H, D] back and project them to [T, C]."""
+    """Rotate outputs [T, H, D] back, where no attention did, and project them to [T, C]."""
     ops, config = step.ops, step.config
-    rounded = step.fuses and step.numerics.fp8_output
-    out = ops.rotate_tail(
-        out, *rotation, inverse=True, reuse=True, quantize="act8" if rounded else None
-    )
+    rounded = rounds_outputs(step)
+    if rotation is not None:
+        out = ops.rotate_tail(out, *rotation, inverse=True, reuse=True, quantize=rounded)
     grouped = out.reshape(out.shape[0], config.o_groups, -1)
-    inputs = step.numerics.fp8_output and not rounded
+    inputs = step.numerics.fp8_output and rounded is None
     quantize, fused = step.numerics.quantize, step.numerics.quantize and step.fuses
     latent = ops.grouped_linear(grouped, weights.wo_a, inputs, fused)
     return ops.fp8_linear(latent, weights.wo_b, quantize and not fused)
+
+
+def rounds_outputs(step: Pass) -> QuantFormat | None:
+    """Return what outputs are rounded to where they are rotated back."""
+    return "act8" if step.fuses and step.numerics.fp8_output else None
 
 
 def attention(
@@ -151,7 +159,9 @@ def attention(
         if step.branches:
             compress = step.beside(compress)
     apart = compress is None and block.indexer is not None
-    latent, queries, kv = project(step, weights, x, rotation, into, begin, rounded, apart)
+    latent, queries, kv = project(
+        step, weights, x, rotation, into, begin, rounded, apart, not paged
+    )
     if seen is not None:
         keep_window(step, window, seen)
         window = seen[0]
@@ -171,8 +181,8 @@ def attention(
             main_kv, main_idx = gather_selected(step, layer.kv_source, layer.index_source)
     q = queries()
     if paged:
-        out = _attend_pages(step, layer, weights, q, window)
-        return project_output(step, weights, out, rotation)
+        out = _attend_pages(step, layer, weights, q, window, rotation)
+        return project_output(step, weights, out, None)
     out = ops.sparse_attention(
         q,
         window_kv,
@@ -187,9 +197,17 @@ def attention(
 
 
 def _attend_pages(
-    step: Step, layer: LayerConfig, weights: AttentionWeights, q: Tensor, window: PagedCache
+    step: Step,
+    layer: LayerConfig,
+    weights: AttentionWeights,
+    q: Tensor,
+    window: PagedCache,
+    rotation: Rotation,
 ) -> Tensor:
-    """Attend to packed entries: the window's, and those in the pages of the layer's source."""
+    """Attend to packed entries: the window's, and those in the pages of the layer's source.
+
+    Queries are rotated on the way, and outputs rotated back and rounded.
+    """
     main = main_idx = None
     if layer.kv_source is not None and layer.index_source is not None:
         main = step.caches.main[layer.kv_source]
@@ -203,6 +221,8 @@ def _attend_pages(
         weights.attn_sink,
         step.config.head_dim**-0.5,
         step.numerics.quantize,
+        *rotation,
+        rounds_outputs(step),
     )
 
 
