@@ -43,12 +43,13 @@ __device__ inline float largest_of(float v, int over) {
 // GROUPS consumer warpgroups of TILES 64-row tiles, at most TOKENS tokens a tile, STAGES stages of
 // BLOCKS 64-wide K blocks; PER_SM blocks fit a multiprocessor. Weights are decoded STEPS times 16
 // inputs ahead of their products. WHOLE: a block takes all of a tile's K, but adds it up in parts, in
-// the order in which a cluster of so many blocks does.
+// the order in which a cluster of so many blocks does. AHEAD: products are asked for before those
+// before them are done.
 template <int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, int PER_SM, int STEPS,
-          bool WHOLE = false>
+          bool WHOLE = false, bool AHEAD = false>
 struct Dense {
   static constexpr bool TAKES_WHOLE = WHOLE;
-  static_assert(!WHOLE || TILES == 1, "one total");
+  static_assert(!WHOLE || (TILES == 1 && !AHEAD), "one total, added up between products");
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
   static constexpr int RESIDENT = PER_SM;
@@ -81,7 +82,7 @@ struct Dense {
   }
   static constexpr bool SENDS = TOKENS <= 64;
   // Whether what a block of so many is sent for outputs that are rounded fits as well.
-  __host__ __device__ static bool rounds(int size) {
+  static constexpr bool rounds(int size) {
     const int pairs = (2 * PARTS * (TOKENS / 8) + size - 1) / size;
     return !SENDS || 2 * pairs * (size - 1) * PIECE <= sent_bytes();
   }
@@ -286,6 +287,53 @@ struct Dense {
       unit<N, UNIT + 1>(sums, then, now, stage, more, ring, tokens, weights, full, empty);
   }
 
+  // AHEAD: as `unit`, but the products before these are waited for when these are under way; their
+  // stage, `held`, is free then.
+  template <int N, int UNIT>
+  static __device__ void unit_ahead(Sums<N>& sums, u32 (&now)[4 * STEPS], u32 (&then)[4 * STEPS],
+                                    Stage& stage, u32& held, bool more, Ring& ring, u32 tokens,
+                                    u32 weights, u32 full, u32 empty) {
+    constexpr int atom = UNIT / (PIECES * TILES), tile = UNIT / PIECES % TILES;
+    const u64 b = describe(stage.tokens + atom * (TOKENS * 128)) + UNIT % PIECES * (2 * STEPS);
+    keep_in_place(now);
+    group_fence();
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) Mma<false, N>::run(sums.of[tile], now + 4 * k, b + 2 * k, 1);
+    group_commit();
+    group_but_one_wait();
+    keep_in_place(then);
+    if constexpr (UNIT == 0) {
+      if (held && (threadIdx.x & 31) == 0) barrier_arrive(held);
+      held = stage.empty;
+    }
+    if constexpr (UNIT + 1 < UNITS) {
+      if (held) decode_unit<UNIT + 1>(stage.weights, then);
+      unit_ahead<N, UNIT + 1>(sums, then, now, stage, held, more, ring, tokens, weights, full, empty);
+    } else if (more) {
+      stage = enter(ring, tokens, weights, full, empty);
+      decode_unit<0>(stage.weights, then);
+    }
+  }
+
+  template <int N>
+  static __device__ void multiply_ahead(Sums<N>& sums, u32 (&even)[4 * STEPS], u32 (&odd)[4 * STEPS],
+                                        Stage& stage, int steps, Ring& ring, u32 tokens, u32 weights,
+                                        u32 full, u32 empty) {
+    u32 held = 0;
+#pragma unroll 1
+    for (int left = steps - 1; left >= 0; --left) {
+      unit_ahead<N, 0>(sums, even, odd, stage, held, left > 0, ring, tokens, weights, full, empty);
+      if constexpr (UNITS % 2) {
+        if (--left < 0) break;
+        unit_ahead<N, 0>(sums, odd, even, stage, held, left > 0, ring, tokens, weights, full, empty);
+      }
+    }
+    products_wait();
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) keep_in_place(sums.of[m]);
+    if ((threadIdx.x & 31) == 0) barrier_arrive(held);
+  }
+
   template <int N>
   using Total = Sums<WHOLE ? N : 2>;
 
@@ -319,14 +367,18 @@ struct Dense {
     int part = 0, until = WHOLE ? start_of(a, 1) / BLOCKS : 0;
     Stage stage = enter(ring, tokens, weights, full, empty);
     decode_unit<0>(stage.weights, even);
+    if constexpr (AHEAD) {
+      multiply_ahead<N>(sums, even, odd, stage, steps, ring, tokens, weights, full, empty);
+    } else {
 #pragma unroll 1
-    for (int left = steps - 1; left >= 0; --left) {
-      unit<N, 0>(sums, even, odd, stage, left > 0, ring, tokens, weights, full, empty);
-      if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
-      if constexpr (UNITS % 2) {
-        if (--left < 0) break;
-        unit<N, 0>(sums, odd, even, stage, left > 0, ring, tokens, weights, full, empty);
+      for (int left = steps - 1; left >= 0; --left) {
+        unit<N, 0>(sums, even, odd, stage, left > 0, ring, tokens, weights, full, empty);
         if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
+        if constexpr (UNITS % 2) {
+          if (--left < 0) break;
+          unit<N, 0>(sums, odd, even, stage, left > 0, ring, tokens, weights, full, empty);
+          if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
+        }
       }
     }
     if constexpr (WHOLE) {
@@ -470,22 +522,22 @@ struct Dense {
   // This block's share of the cluster's tile: partial sums of SIZE blocks in the order of their ranks.
   template <int SIZE>
   static __device__ void gather(const DenseArgs& a, const Place& p, u32 at) {
-    constexpr int AHEAD = SIZE <= 3 ? 4 : 2;  // remote loads take long: many at a time
+    constexpr int LOADS = SIZE <= 3 ? 4 : 2;  // remote loads take long: many at a time
     const int rank = cluster_place(), fours = p.blocks * 16, work = p.rows * fours;
     const int lane = threadIdx.x & 31, end = work / 8 * (rank + 1) / SIZE * 8;
     // Warps end together; eight neighbouring lanes hold 32 outputs of a token.
     for (int first = work / 8 * rank / SIZE * 8 + threadIdx.x; first - lane < end;
-         first += AHEAD * CONSUMERS) {
-      float4 value[AHEAD][SIZE];
+         first += LOADS * CONSUMERS) {
+      float4 value[LOADS][SIZE];
 #pragma unroll
-      for (int u = 0; u < AHEAD; ++u) {
+      for (int u = 0; u < LOADS; ++u) {
         const int i = min(first + u * CONSUMERS, end - 1);
         const u32 local = at + (i / fours * PITCH + i % fours * 4) * 4;
 #pragma unroll
         for (int r = 0; r < SIZE; ++r) value[u][r] = load_remote16(local, r);
       }
 #pragma unroll
-      for (int u = 0; u < AHEAD; ++u) {
+      for (int u = 0; u < LOADS; ++u) {
         const int i = first + u * CONSUMERS, output = p.group * a.outputs + p.output + i % fours * 4;
         if (i - lane >= end) break;
         float4 sum = value[u][0];
