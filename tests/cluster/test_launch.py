@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
+
 import pytest
 
-from deepinfer.cluster.launch import Environment, Started, environment, rank_device
+from deepinfer.cluster.launch import Environment, Started, _connect, environment, rank_device
 from deepinfer.cluster.watch import how_it_ended
-from deepinfer.errors import ConfigError
+from deepinfer.errors import ConfigError, RankError
 
 TORCHRUN = {
     "RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8",
@@ -41,6 +44,18 @@ def test_environment_that_is_half_set() -> None:
         environment({**TORCHRUN, "WORLD_SIZE": "two"})
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         environment({key: value for key, value in TORCHRUN.items() if key != "MASTER_ADDR"})
+
+
+def test_a_store_that_cannot_be_had() -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    port, soon = taken.getsockname()[1], timedelta(seconds=1)
+    with (
+        taken,
+        pytest.raises(RankError, match=f"rank 0 of 2 cannot open .*127.0.0.1:{port} .*PORT"),
+    ):
+        _connect(Environment(0, 2, 0, 2, "127.0.0.1", port), soon, opens=True)
+    with pytest.raises(RankError, match="rank 1 of 2 cannot reach rank 0's store"):
+        _connect(Environment(1, 2, 1, 2, "127.0.0.1", port), soon)
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

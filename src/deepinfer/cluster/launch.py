@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from deepinfer.cluster.watch import Watch, end_process, how_it_ended
@@ -265,20 +266,23 @@ def _store(found: Environment, timeout: datetime.timedelta) -> Store:
     """Return the connection of this process to the store, which rank 0 opens."""
     key = found.address, found.port
     if key not in _stores:
-        _stores[key] = TCPStore(
-            found.address,
-            found.port,
-            is_master=found.rank == 0 and not found.has_store,
-            wait_for_workers=False,
-            timeout=timeout,
-        )
+        _stores[key] = _connect(found, timeout, found.rank == 0 and not found.has_store)
     return _stores[key]
 
 
-def _connect(found: Environment, timeout: datetime.timedelta) -> Store:
-    return TCPStore(
-        found.address, found.port, is_master=False, wait_for_workers=False, timeout=timeout
-    )
+def _connect(found: Environment, timeout: datetime.timedelta, opens: bool = False) -> Store:
+    """Connect to the store, or open it; raises RankError when that fails."""
+    try:
+        return TCPStore(
+            found.address, found.port, is_master=opens, wait_for_workers=False, timeout=timeout
+        )
+    except (DistNetworkError, DistStoreError) as error:
+        what = "open" if opens else "reach"
+        where = f"{found.address}:{found.port} (MASTER_ADDR, MASTER_PORT)"
+        told = str(error).strip().splitlines()[0]
+        raise RankError(
+            f"rank {found.rank} of {found.world} cannot {what} rank 0's store at {where}: {told}"
+        ) from error
 
 
 def _gather(
