@@ -226,6 +226,7 @@ inline uint32_t __reduce_min_sync(uint32_t, uint32_t v) {
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
   return host::reduce(v, [](uint32_t a, uint32_t b) { return std::max(a, b); });
 }
+inline void atomicAdd(unsigned long long* p, unsigned long long v) { *p += v; }
 inline uint32_t atomicAdd(uint32_t* p, uint32_t v) {
   const uint32_t old = *p;
   *p += v;

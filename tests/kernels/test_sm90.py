@@ -41,6 +41,8 @@ from deepinfer.kernels.router import reference as router_reference
 from deepinfer.kernels.router import sm90 as router
 from deepinfer.kernels.topk import reference as topk_reference
 from deepinfer.kernels.topk import sm90 as topk
+from deepinfer.parallel.balance import initial_placement
+from deepinfer.parallel.experts import SPREAD, ExpertMaps, LayerExperts
 
 SOURCES = {
     f"{source.parent.name}_{source.stem}": source
@@ -301,6 +303,18 @@ def test_routes_equal_the_reference_and_do_not_depend_on_their_batch(seed: int) 
     assert torch.equal(rounded, round_trip(x, "act8"))
     alone = router.route(x[16:], gate, bias, 6, 1.5)
     assert all(torch.equal(a, b[16:]) for a, b in zip(alone, (chosen, weights), strict=True))
+    maps = ExpertMaps.of(initial_placement(1, 400, 4, 0), 0, 2, x.device)
+    layer = LayerExperts(maps, exchange=None, counts=torch.zeros(384, dtype=torch.int64))
+    live = torch.rand(18, generator=gen) < 0.7
+    for rows in (None, live):
+        sent = layer.choose(chosen, weights, rows)
+        counts = layer.counts.clone()
+        given = maps.log2phy, maps.copies, layer.counts.zero_(), maps.place, SPREAD
+        got = router.route_slots(x, gate, bias, 6, 1.5, router.SlotMaps(*given), rows)
+        assert torch.equal(got[0], sent[0]) and torch.equal(got[2], sent[2])
+        assert torch.equal(got[1][sent[0] >= 0], sent[1][sent[0] >= 0])
+        assert torch.equal(layer.counts, counts)
+        layer.counts.zero_()
     bias[300], bias[7] = math.nan, -math.inf
     want = router_reference.route(x[:1], gate, bias, 32, 1.5)
     assert want[0][0, 0] == 300

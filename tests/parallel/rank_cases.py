@@ -76,7 +76,8 @@ def _exchange_once(
     weight: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     layer = LayerExperts(maps, exchange, torch.zeros(NUM_EXPERTS, dtype=torch.int64))
-    pending, places = layer.dispatch(x, chosen, weight)
+    slots, weight, places = layer.choose(chosen, weight)
+    pending = layer.dispatch(x, slots, weight)
     assert places.flatten().tolist() == list(range(chosen.numel()))
     found = pending.wait()
     counts = torch.from_numpy(np.diff(found.offsets.numpy()))

@@ -24,6 +24,8 @@ from torch.distributed.distributed_c10d import Store
 
 from deepinfer.errors import ConfigError, UnsupportedError
 from deepinfer.kernels.grouping import group as group_choices
+from deepinfer.kernels.linear import DenseWeight
+from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.quantize import act8, decode_e4m3, decode_ue8m0, repeat_groups
 from deepinfer.parallel.balance import Placement, initial_placement
 from deepinfer.parallel.comm import Group, Waitable
@@ -183,22 +185,39 @@ class LayerExperts:
     counts: Tensor
     drafts: bool = False
 
-    def dispatch(
-        self, x: Tensor, chosen: Tensor, weight: Tensor, live: Tensor | None = None
-    ) -> tuple[Pending, Tensor]:
-        """Count the choices [T, k] and start sending x [T, C] to their slots.
+    def dispatch(self, x: Tensor, slots: Tensor, weight: Tensor) -> Pending:
+        """Start sending x [T, C] to slots [T, k], as `choose` or `route` returns them."""
+        return self.exchange.dispatch(x, slots, weight, self.maps.num_local)
+
+    def route(
+        self,
+        ops: Ops,
+        x: Tensor,
+        gate: DenseWeight,
+        bias: Tensor,
+        num_active: int,
+        scaling: float,
+        live: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Equal `ops.route` and `choose`, in one launch where the router's kernel takes a call."""
+        if ops.choices["route"].name == "cuda":
+            from deepinfer.kernels.router import sm90
+
+            if sm90.accepts(x, gate, bias, num_active):
+                maps = self.maps
+                slots = sm90.SlotMaps(maps.log2phy, maps.copies, self.counts, maps.place, SPREAD)
+                return sm90.route_slots(x, gate, bias, num_active, scaling, slots, live)
+        return self.choose(*ops.route(x, gate, bias, num_active, scaling), live)
+
+    def choose(
+        self, chosen: Tensor, weight: Tensor, live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Count the choices [T, k]; return their slots, weights and places [T, k].
 
         live  [T] bool: rows that are sent, None = all
-        Returns also where the terms that come back add up, as `grouping.combine` takes it: choices
-        are sent in ascending order of experts, and a row's terms come back in it.
+        Choices come out in ascending order of experts, and a row's terms come back in it. Places
+        are where those add up, as `grouping.combine` takes it.
         """
-        slots, weight, places = self._choose(chosen, weight, live)
-        return self.exchange.dispatch(x, slots, weight, self.maps.num_local), places
-
-    def _choose(
-        self, chosen: Tensor, weight: Tensor, live: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return slots, weights and places [T, k] in ascending order of experts."""
         maps = self.maps
         if chosen.device.type == "cuda" and find_spec("triton"):
             from deepinfer.kernels.expert_exchange import triton as kernels

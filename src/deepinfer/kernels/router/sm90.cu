@@ -7,6 +7,9 @@
 // in, each warp adds the 8 parts of a token and chooses. Every sum has one order, so a token's bits
 // depend on nothing but the token.
 //
+// Where other ranks hold experts, a token's choices come out as slots in the order of experts, counted
+// as they are made.
+//
 // Experts stand in the rows of an instruction and tokens in its columns. The order of inputs inside
 // an instruction is free: a lane reads 16 bytes of an expert and of a token and uses them in two steps.
 
@@ -59,6 +62,11 @@ struct Call {
   u16* rounded;          // [T, C] or null
   int num_rows, groups, active;
   float scaling, eps;
+  const int64_t *slots_of, *copies;  // [E, copies], [E], or null: experts come out
+  unsigned long long* counts;        // [E]
+  const unsigned char* live;         // [T], or null: all are
+  int64_t* places;                   // [T, active]
+  int most_copies, self, spread;
 };
 
 #ifndef HOST_TWIN
@@ -143,10 +151,31 @@ __device__ inline void choose(const Call& p, int row, const float (&bias)[kOwn])
     total += mine;
     if (lane == turn) own = mine, own_place = place;
   }
-  if (lane < p.active) {
-    const int64_t at = static_cast<int64_t>(row) * p.active + lane;
-    p.chosen[at] = own_place;
-    p.weights[at] = __fmul_rn(__fdiv_rn(own, total + p.eps), p.scaling);
+  const int64_t first = static_cast<int64_t>(row) * p.active;
+  const float weight = __fmul_rn(__fdiv_rn(own, total + p.eps), p.scaling);
+  if (p.slots_of != nullptr) {
+    int rank = 0;
+    for (int other = 0; other < p.active; ++other) {
+      rank += static_cast<int>(__shfl_sync(kFull, static_cast<u32>(own_place), other)) < own_place;
+    }
+    if (lane < p.active) {
+      const int64_t at = first + rank;
+      int64_t slot = -1;
+      if (p.live == nullptr || p.live[row]) {
+        int64_t copy = 0;
+        if (p.most_copies > 1) {
+          copy = (p.self + static_cast<int64_t>(row) * p.spread) % p.copies[own_place];
+        }
+        slot = p.slots_of[static_cast<int64_t>(own_place) * p.most_copies + copy];
+        atomicAdd(p.counts + own_place, 1ull);
+      }
+      p.chosen[at] = slot;
+      p.weights[at] = weight;
+      p.places[at] = slot < 0 ? -1 : at;
+    }
+  } else if (lane < p.active) {
+    p.chosen[first + lane] = own_place;
+    p.weights[first + lane] = weight;
   }
 }
 
@@ -306,11 +335,15 @@ int run(const Call& p, cudaStream_t stream) {
 
 // x, gate and rounded (or null) are bf16, 5120 wide and aligned to 16 bytes, x with a row stride in
 // values; bias fp32, 384 experts, active <= 32. sums: room for [8, rows, 384] floats. wide: blocks of
-// 96 experts instead of 48, 32 instead of 64 a group; all groups' blocks must run at once.
+// 96 experts instead of 48, 32 instead of 64 a group; all groups' blocks must run at once. slots_of
+// [384, most_copies], or null: then `chosen` takes experts and what follows is not used; counts [384],
+// live [rows] or null.
 extern "C" int route(const void* x, long long x_row, const void* gate, const void* bias, void* sums,
                      void* counters, void* chosen, void* weights, void* rounded, long long num_rows,
                      long long groups, long long wide, long long active, double scaling,
-                     double eps, cudaStream_t stream) {
+                     double eps, const void* slots_of, const void* copies, void* counts,
+                     const void* live, void* places, long long most_copies, long long self,
+                     long long spread, cudaStream_t stream) {
   Call p;
   p.x = static_cast<const u16*>(x), p.gate = static_cast<const u16*>(gate);
   p.x_row = x_row, p.bias = static_cast<const float*>(bias), p.sums = static_cast<float*>(sums);
@@ -319,5 +352,12 @@ extern "C" int route(const void* x, long long x_row, const void* gate, const voi
   p.num_rows = static_cast<int>(num_rows), p.groups = static_cast<int>(groups);
   p.active = static_cast<int>(active);
   p.scaling = static_cast<float>(scaling), p.eps = static_cast<float>(eps);
+  p.slots_of = static_cast<const int64_t*>(slots_of);
+  p.copies = static_cast<const int64_t*>(copies);
+  p.counts = static_cast<unsigned long long*>(counts);
+  p.live = static_cast<const unsigned char*>(live);
+  p.places = static_cast<int64_t*>(places);
+  p.most_copies = static_cast<int>(most_copies), p.self = static_cast<int>(self);
+  p.spread = static_cast<int>(spread);
   return wide ? run<2>(p, stream) : run<1>(p, stream);
 }

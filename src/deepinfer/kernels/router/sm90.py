@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from deepinfer.kernels.router.reference import EPS
 if TYPE_CHECKING:
     from deepinfer.kernels.linear import DenseWeight
 
-__all__ = ["accepts", "groups", "route", "route_rounded"]
+__all__ = ["SlotMaps", "accepts", "groups", "route", "route_rounded", "route_slots"]
 
 SOURCE: Final = Path(__file__).with_name("sm90.cu")
 EXPERTS, WIDTH, PARTS, TILE = 384, 5120, 8, 16
@@ -29,6 +29,17 @@ MOST_ACTIVE: Final = 32
 FEW_ROWS: Final = 32  # up to here blocks take 48 experts, else 96
 _BLOCKS: Final = 64  # of a group, half of them where they are wide
 _MOST_GROUPS: Final = 64
+_EXPERTS: Final = (None,) * 5 + (0,) * 3  # no slots
+
+
+class SlotMaps(NamedTuple):
+    """Which slots hold an expert, as `expert_exchange.triton.choose_slots` takes it."""
+
+    log2phy: Tensor
+    copies: Tensor
+    counts: Tensor
+    place: int
+    spread: int
 
 
 def accepts(x: Tensor, gate: DenseWeight, bias: Tensor, num_active: int) -> bool:
@@ -93,6 +104,24 @@ def route_rounded(
     return *_route(x, gate, bias, num_active, scaling, out), out
 
 
+def route_slots(
+    x: Tensor,
+    gate: DenseWeight,
+    bias: Tensor,
+    num_active: int,
+    scaling: float,
+    maps: SlotMaps,
+    live: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Equal `route` and `choose_slots`: slots, weights and places [T, k], in one launch.
+
+    Of calls that `accepts` takes.
+    """
+    places = torch.empty(x.shape[0], num_active, dtype=torch.int64, device=x.device)
+    slotted = (*maps[:3], live, places, maps.log2phy.shape[1], maps.place, maps.spread)
+    return *_route(x, gate, bias, num_active, scaling, None, slotted=slotted), places
+
+
 def _route(
     x: Tensor,
     gate: DenseWeight,
@@ -102,6 +131,7 @@ def _route(
     out: Tensor | None,
     *,
     wide: bool | None = None,
+    slotted: tuple[Tensor | int | None, ...] = _EXPERTS,
 ) -> tuple[Tensor, Tensor]:
     """Route, and round x into `out` where there is one."""
     num_rows = x.shape[0]
@@ -116,6 +146,6 @@ def _route(
         nvcc.load(SOURCE), "route", x.device, x, x.stride(0), gate.stored, bias, sums,
         _counters(x.device), chosen, weights, out, num_rows,
         groups(num_rows, nvcc.processors(x.device), wide), int(wide), num_active, float(scaling),
-        EPS,
+        EPS, *slotted,
     )  # fmt: skip
     return chosen, weights

@@ -38,6 +38,9 @@ def moe_terms(
         quantized = rounded
         if weights.ranks is None or step.branches:
             shared = step.beside(lambda: _shared(step, weights, rounded))
+        if weights.ranks is not None and step.trace is None:
+            sent = weights.ranks.route(ops, *given, step.live)
+            return _ranked(step, weights, weights.ranks, rounded, *sent, shared)
         chosen, weight = ops.route(*given)
     elif quantize and step.fuses:
         chosen, weight, quantized = ops.route_rounded(*given)
@@ -49,7 +52,8 @@ def moe_terms(
     if weights.ranks is not None:
         if quantized is x:
             quantized = step.act_quantized(x, "act8")
-        return _ranked(step, weights, weights.ranks, quantized, chosen, weight, shared)
+        sent = weights.ranks.choose(chosen, weight, step.live)
+        return _ranked(step, weights, weights.ranks, quantized, *sent, shared)
     held = weights.w2.codes.shape[0]
     whole = held == weights.bias.shape[0]
     if not whole:  # a slice of the experts stands for all; a row may take one of them twice
@@ -92,7 +96,8 @@ def serve_experts(step: Pass, weights: MoeWeights, num_active: int) -> None:
     x = torch.empty(0, gate.shape[1], dtype=step.numerics.dtype, device=gate.device)
     chosen = torch.empty(0, num_active, dtype=torch.int64, device=gate.device)
     weight = torch.empty(0, num_active, device=gate.device)
-    pending, _ = weights.ranks.dispatch(x, chosen, weight)
+    slots, weight, _ = weights.ranks.choose(chosen, weight)
+    pending = weights.ranks.dispatch(x, slots, weight)
     _serve(step, weights, weights.ranks, pending)
 
 
@@ -101,18 +106,20 @@ def _ranked(
     weights: MoeWeights,
     ranks: LayerExperts,
     quantized: Tensor,
-    chosen: Tensor,
+    slots: Tensor,
     weight: Tensor,
+    places: Tensor,
     shared: Callable[[], Tensor] | None,
 ) -> Terms:
     """Run experts that other ranks hold as well; the shared expert runs while rows travel.
 
-    shared  what it returns, where it runs already
+    slots, weight, places  as `LayerExperts.choose` returns them
+    shared                 what it returns, where it runs already
 
     Every choice's row comes back unsummed, and the sum is that of one process. Rounding twice with
     ACT8 changes nothing, so a back end that rounds as it packs takes rounded rows, too.
     """
-    pending, places = ranks.dispatch(quantized, chosen, weight, step.live)
+    pending = ranks.dispatch(quantized, slots, weight)
     own = None if shared is not None else _shared(step, weights, quantized)
     terms = _serve(step, weights, ranks, pending)
     if own is None and shared is not None:
