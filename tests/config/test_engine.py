@@ -111,6 +111,8 @@ def test_noq_has_no_quantized_projection() -> None:
         ("max_num_seqs", "scheduling.max_num_seqs"),
         ("zzz", "the groups are scheduling"),
         ("cache", "unknown setting"),
+        ("scheduling.zzz", "; scheduling has overlap, "),
+        ("numerics.max_num_seqs", "scheduling.max_num_seqs"),
     ],
 )
 def test_unknown_keys(key: str, words: str) -> None:

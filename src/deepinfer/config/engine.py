@@ -576,14 +576,18 @@ def _build(name: str, chosen: Mapping[str, object]) -> _Group:
 
 
 def _hint(key: str, known: Iterable[str]) -> str:
-    """Return the known keys near an unknown one, compared whole and by the last part."""
-    whole = near_matches(key, known)
-    if whole:
-        return whole
-    last = key.rpartition(".")[2]
-    ends = [k for k in known if k.rpartition(".")[2] == last]
-    if ends:
-        return f" (did you mean {' or '.join(ends)}?)"
+    """Return the known keys near an unknown one: in its group, elsewhere, or what there is."""
+    group, _, last = key.rpartition(".")
+    parts = [k.partition(".") for k in known]
+    inside = [name for of, _, name in parts if of == group]
+    elsewhere = [f"{of}.{name}" for of, _, name in parts if name == last]
+    if elsewhere:
+        return f" (did you mean {' or '.join(elsewhere)}?)"
+    hint = near_matches(last, inside, f"{group}.") if inside else near_matches(key, known)
+    if hint:
+        return hint
+    if inside:
+        return f"; {group} has {', '.join(inside)}"
     return f"; the groups are {', '.join(_GROUPS)}"
 
 

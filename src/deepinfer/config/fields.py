@@ -33,10 +33,10 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else text[:60] + f"... ({len(text)} characters)"
 
 
-def near_matches(name: str, known: Iterable[str]) -> str:
-    """Return '' or a hint that lists up to three known names close to `name`."""
+def near_matches(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return '' or a hint that lists up to three known names close to `name`, with the prefix."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
+    return f" (did you mean {' or '.join(prefix + each for each in close)}?)" if close else ""
 
 
 class Section:
