@@ -530,15 +530,3 @@ def _by_span(
     if not each:
         found.append((_OTHER, left))
     return found
-
-
-def sequence_flops(config: ModelConfig, rows: int, layers: Sequence[int]) -> float:
-    """Return the operations of so many rows in the linears and experts of some layers."""
-    heads, dim = config.num_attention_heads, config.head_dim
-    dense = config.hidden_size * (config.q_lora_rank + dim) + config.q_lora_rank * heads * dim
-    dense += heads * dim * config.o_lora_rank + config.o_groups * config.o_lora_rank * (
-        config.hidden_size
-    )
-    expert = 3 * config.hidden_size * config.moe_intermediate_size
-    active = config.num_experts_per_tok + config.n_shared_experts
-    return 2.0 * rows * len(layers) * (dense + active * expert)

@@ -113,14 +113,6 @@ class Section:
         self.note(key, "true or false")
         return None
 
-    def take_text(self, key: str) -> str | None:
-        """Return a string."""
-        value = self.raw(key)
-        if isinstance(value, str):
-            return value
-        self.note(key, "a string")
-        return None
-
     def expect(self, key: str, accepted: object, required: bool = True, why: str = "") -> None:
         """Note the key unless it holds the one accepted value (or is absent and not required)."""
         if self.has(key) and _same(self._raw[key], accepted):

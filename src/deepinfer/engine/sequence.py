@@ -123,11 +123,6 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def num_scheduled(self) -> int:
         """Positions computed or planned to be; with drafts in flight, at most."""
         return self.num_computed + self.ahead_tokens
@@ -151,10 +146,6 @@ class Sequence:
     def is_finished(self) -> bool:
         """Whether the sequence has ended, for whatever reason."""
         return self.finish_reason is not None
-
-    def is_used_up(self) -> bool:
-        """Whether the steps in flight surely bring the last token that its limit allows."""
-        return len(self.token_ids) + self.ahead_draws >= self.limit
 
     def put_back(self) -> None:
         """Forget what is computed and what is in flight; the tokens stay."""

@@ -30,7 +30,6 @@ class Ledger:
             "CREATE TABLE rows (key BLOB PRIMARY KEY, request TEXT, line INTEGER) WITHOUT ROWID"
         )
         self._db.execute("BEGIN")
-        self.num_answered = 0
         self.num_unmatched = 0
 
     def __enter__(self) -> Self:
@@ -46,7 +45,6 @@ class Ledger:
         found = self._db.execute(
             "INSERT OR IGNORE INTO rows VALUES (?, ?, 0)", (_digest(key), request)
         )
-        self.num_answered += found.rowcount
         self.num_unmatched += found.rowcount
         return found.rowcount == 1
 

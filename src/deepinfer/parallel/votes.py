@@ -34,7 +34,6 @@ class Flag(IntFlag):
     PREFILL   it could fill from a prompt and its own rules would
     DECODE    it has something to extend
     PROPOSE   its next step would draft
-    DUE       it has statistics to share
     STOP      (rank 0) this is the last word
     TALK      (rank 0) only messages and answers this time, no step
     """
@@ -42,7 +41,6 @@ class Flag(IntFlag):
     PREFILL = 1
     DECODE = 2
     PROPOSE = 8
-    DUE = 16
     STOP = 32
     TALK = 64
 

@@ -118,7 +118,6 @@ class Cluster:
         self._odds = np.zeros(shape, np.float32)
         self._since = np.zeros(shape)
         self._waiting = s.requests
-        self._requests_given = 0
         self._own_queue = np.zeros(s.gpus, np.int64)
         if s.place == "fixed" and s.requests:
             self._own_queue = np.bincount(np.arange(s.requests) % s.gpus, minlength=s.gpus)
@@ -137,7 +136,6 @@ class Cluster:
             self._left = np.ceil(self._left * self._draws.random(shape)).astype(np.int64)
             self._context += self._total - self._left
             self._since -= 1  # their speed is not known
-        self._started_us = 0.0
 
     def _reset(self) -> None:
         self._parts = np.zeros(4)
@@ -487,10 +485,6 @@ class Cluster:
             self.placement, self._next = placement, None
             self.plans += 1
         return 0.0
-
-    def balance_of(self, loads: NDArray[np.integer]) -> float:
-        """Return the balance of the present placement under loads [S, layers, E]."""
-        return balancedness(self.placement, loads)
 
     def run(self) -> Outcome:
         """Run to the end: so many steps, or until every request is done."""
