@@ -31,7 +31,7 @@ inline void wait_told(const u32* at, u32 value) {
   while (*at < value) host::leave();
 }
 inline void writes_before_copies() {}
-inline void writes_before_others() {}
+inline u32 tell_one(u32* at) { return atomicAdd(at, 1); }
 inline void into_second_level(const void*, u32 = 0) {}
 
 #include "../../src/deepinfer/kernels/packed/core.cuh"

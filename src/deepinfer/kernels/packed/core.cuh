@@ -34,7 +34,7 @@ struct Number {
 
 struct Args {
   const unsigned char* x;       // [rows of x, K] e4m3 or bf16 bytes
-  const float* token_scale;     // [rows of x] of e4m3 tokens, else null
+  const float* token_scale;     // [rows of x] of e4m3 tokens, else null; boxed: read in groups of 4
   const long long* source;      // [R] row of x of each row of the result, null: the same
   const unsigned char* weight;  // [E][N/256][K/64][4][BLOCK]
   const float* row_scale;       // [E, N]
@@ -73,7 +73,9 @@ struct Kernel {
   static constexpr int MAX_EXPERTS = 512;
   static constexpr int THREADS = 128 * (GROUPS + 1);
   static constexpr int CHUNK = GROUPS == 4 ? 32 : TOKENS < 64 ? TOKENS : 64;  // stored at a time
-  static constexpr int SHARED = STAGES * (WEIGHT_BYTES + TOKEN_BYTES) + GROUPS * CHUNK * 128 +
+  // Boxed: a group's scales of rows and tokens of its tile, brought while it multiplies.
+  static constexpr int SCALES = BOXES ? 4 * (64 * TILES + (FP8 ? TOKENS + 8 : 0)) : 0;
+  static constexpr int SHARED = STAGES * (WEIGHT_BYTES + TOKEN_BYTES) + GROUPS * (CHUNK * 128 + SCALES) +
                                 20 * STAGES + 4 * (MAX_EXPERTS + 1) + 1024 + 64;
   static constexpr int BOX = BOXES ? TOKENS : 0;  // rows of a box
   static constexpr int CONSUMER_REGS = GROUPS == 4 ? 112 : BOXES ? 240 : 232;
@@ -461,18 +463,45 @@ struct Kernel {
     }
   }
 
+  static __device__ u32 scales_of(const unsigned char* staging) {
+    return address(staging) + GROUPS * CHUNK * 128 + (threadIdx.x / 128 - 1) * SCALES;
+  }
+  static __device__ void bring_scales(const Work& work, const unsigned char* staging) {
+    const Args& a = work.a;
+    const int group = threadIdx.x / 128 - 1, t = threadIdx.x & 127;
+    const u32 to = scales_of(staging);
+    const size_t row = size_t(work.p.expert) * a.outputs + work.p.output + group * TILES * 64;
+    if (t < 16 * TILES) copy16(to + 16 * t, a.row_scale + row + 4 * t);
+    if constexpr (FP8) {  // from the sixteen bytes on in which the first lies, to those of the last
+      const int before = work.p.row & 3;
+      if (4 * t < before + work.p.rows)
+        copy16(to + 256 * TILES + 16 * t, a.token_scale + work.p.row - before + 4 * t);
+    }
+    copies_commit();
+  }
+
   // Partial sums into shared memory, over the ring, which has been read.
   template <int N>
   static __device__ void store(const Work& work, Sums<N>& sums, unsigned char* staging) {
     const Args& a = work.a;
     const Place& p = work.p;
     const int group = threadIdx.x / 128 - 1, t = threadIdx.x & 127, warp = t >> 5, lane = t & 31;
-    const u32 base = address(staging) + group * (CHUNK * 128);
+    const u32 base = address(staging) + group * (CHUNK * 128), scales = scales_of(staging);
+    if constexpr (BOXES) {
+      copies_wait<0>();
+      named_barrier(group + 1, 128);
+    }
 #pragma unroll
     for (int m = 0; m < TILES; ++m) {
       const int output = p.output + (group * TILES + m) * 64;
-      const float* scale = a.row_scale + size_t(p.expert) * a.outputs + output + warp * 16 + (lane >> 2);
-      const float upper = __ldg(scale), lower = __ldg(scale + 8);
+      float upper, lower;
+      if constexpr (BOXES) {
+        const u32 at = scales + 4 * (m * 64 + warp * 16 + (lane >> 2));
+        upper = __uint_as_float(load4(at)), lower = __uint_as_float(load4(at + 32));
+      } else {
+        const float* at = a.row_scale + size_t(p.expert) * a.outputs + output + warp * 16 + (lane >> 2);
+        upper = __ldg(at), lower = __ldg(at + 8);
+      }
 #pragma unroll
       for (int start = 0; start < N; start += CHUNK) {
         if (start && start >= p.rows) break;
@@ -484,8 +513,13 @@ struct Kernel {
           float s0 = 1.f, s1 = 1.f;
           if constexpr (FP8) {
             const int column = start + 8 * j + (lane & 3) * 2, end = p.rows - 1;
-            s0 = load_written(a.token_scale + row_of(a, p.row + min(column, end)));
-            s1 = load_written(a.token_scale + row_of(a, p.row + min(column + 1, end)));
+            if constexpr (BOXES) {
+              const u32 at = scales + 256 * TILES + 4 * ((p.row & 3) + column);
+              s0 = __uint_as_float(load4(at)), s1 = __uint_as_float(load4(at + 4));
+            } else {
+              s0 = load_written(a.token_scale + row_of(a, p.row + min(column, end)));
+              s1 = load_written(a.token_scale + row_of(a, p.row + min(column + 1, end)));
+            }
           }
           const u32 r0 = pack_bf16(v[0] * upper * s0, v[1] * upper * s1);
           const u32 r1 = pack_bf16(v[2] * lower * s0, v[3] * lower * s1);
@@ -535,7 +569,7 @@ struct Kernel {
     r.tokens = ring_memory();
     r.weights = r.tokens + STAGES * TOKEN_BYTES;
     r.staging = r.weights + STAGES * WEIGHT_BYTES;
-    unsigned char* bars = r.staging + GROUPS * CHUNK * 128 + 16;  // behind a constant of the decoder
+    unsigned char* bars = r.staging + GROUPS * (CHUNK * 128 + SCALES) + 16;  // behind the decoder's constant
     r.full = address(bars), r.empty = r.full + 8 * STAGES, r.slots = r.full + 16 * STAGES;
     r.first = reinterpret_cast<int*>(bars + 20 * STAGES);
     int* first = r.first;
@@ -577,6 +611,7 @@ struct Kernel {
   static __device__ void multiply_tile(const Where& where, Ring& ring, const Room& room) {
     const Work work = where();
     const int rows = work.p.rows, steps = steps_of(work.a);
+    if constexpr (BOXES) bring_scales(work, room.staging);
     const u32 x = address(room.tokens), w = address(room.weights);
     const auto with = [&](auto n) {
       multiply<decltype(n)::value>(steps, where, ring, x, w, room.full, room.empty, room.staging);

@@ -35,6 +35,7 @@ struct Experts {
   using Room = typename K::Room;
   static constexpr int WARPS = 4 * K::GROUPS;
   static constexpr int ALL = K::GROUPS + 1;  // a barrier of all consumers
+  static constexpr int BATCH = 9;  // loads of a gated row at a time
 
   // Boxes in steps of 8 rows up to a whole tile, each tile by the least that holds its rows.
   static constexpr __host__ __device__ int height(int i) {
@@ -134,22 +135,19 @@ struct Experts {
   static __device__ void stored(const Chain& c, const Place& p, const Room& room) {
     u32* told = c.state + 1 + p.tokens;
     const u32 last = address(room.first + K::MAX_EXPERTS + 1);
-    writes_before_others();
     named_barrier(ALL, 128 * K::GROUPS);
-    if (threadIdx.x == 128)
-      store_word(last, atomicAdd(told, 1u) + 1 == u32(c.of[0].outputs / K::HEIGHT));
+    if (threadIdx.x == 128) store_word(last, tell_one(told) + 1 == u32(c.of[0].outputs / K::HEIGHT));
     named_barrier(ALL, 128 * K::GROUPS);
     if (!load4(last)) return;
-    writes_before_others();
     gate(c, p);
     writes_before_copies();
-    writes_before_others();
     named_barrier(ALL, 128 * K::GROUPS);
     if (threadIdx.x == 128) tell(told, READY);
   }
 
-  // A warp takes a row, a thread eight neighbouring values of each 256. Rows that become codes are
-  // written over their gate values first, until their largest is known.
+  // A warp takes a row, a thread eight neighbouring values of each 256, as many loads under way as
+  // registers hold. Rows that become codes are written over their gate values first, until their
+  // largest is known.
   static __device__ void gate(const Chain& c, const Place& p) {
     u32 thread = threadIdx.x;
     keep_in_place(thread);  // nothing of this is worth a register before
@@ -161,22 +159,30 @@ struct Experts {
                                size_t(row) * last;
       const float routed = c.routed ? __ldg(c.routed + row) : 1.f;
       float most = 0.f;
-      uint4 g = load_written(from + lane), u = load_written(from + last + lane);
 #pragma unroll 1
-      for (int i = lane; i < last; i += 32) {
-        const Eight gate = unpack(g), up = unpack(u);
-        if (i + 32 < last) g = load_written(from + i + 32), u = load_written(from + last + i + 32);
-        Eight hidden;
+      for (int start = lane; start < last; start += 32 * BATCH) {
+        uint4 g[BATCH], u[BATCH];
 #pragma unroll
-        for (int j = 0; j < VALUES; ++j) hidden.v[j] = routed * gated(gate.v[j], up.v[j], c.limit);
-        uint4 rounded = pack(hidden);
-        if (!K::FP8 && c.quantize) {
-          hidden = unpack(rounded);
-          round_group(hidden);
-          rounded = pack(hidden);
+        for (int j = 0; j < BATCH; ++j) {
+          const int i = min(start + 32 * j, last - 32 + lane);  // the last one again where none is left
+          g[j] = load_written(from + i), u[j] = load_written(from + last + i);
         }
-        if (K::FP8) most = fmaxf(most, largest(unpack(rounded)));
-        to[i] = rounded;
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+          if (start + 32 * j >= last) break;
+          const Eight gate = unpack(g[j]), up = unpack(u[j]);
+          Eight hidden;
+#pragma unroll
+          for (int k = 0; k < VALUES; ++k) hidden.v[k] = routed * gated(gate.v[k], up.v[k], c.limit);
+          uint4 rounded = pack(hidden);
+          if (!K::FP8 && c.quantize) {
+            hidden = unpack(rounded);
+            round_group(hidden);
+            rounded = pack(hidden);
+          }
+          if (K::FP8) most = fmaxf(most, largest(unpack(rounded)));
+          to[start + 32 * j] = rounded;
+        }
       }
       if constexpr (K::FP8) {
 #pragma unroll
@@ -184,7 +190,7 @@ struct Experts {
         const float factor = scale_of(most), inverse = inverse_of(factor);
         if (lane == 0) const_cast<float*>(c.of[1].token_scale)[row] = factor;
         unsigned char* codes = const_cast<unsigned char*>(c.of[1].x) + size_t(row) * inputs;
-#pragma unroll 3
+#pragma unroll 9
         for (int i = lane; i < last; i += 32)
           store_codes(codes + i * VALUES, unpack(load_written(from + i)), inverse);
       }

@@ -182,7 +182,12 @@ __device__ inline void wait_told(const u32* at, u32 value) {
     __nanosleep(64);
   }
 }
-__device__ inline void writes_before_others() { __threadfence(); }
+// One more who tells, with all writes before it; sees those of the ones before, whose number it is.
+__device__ inline u32 tell_one(u32* at) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
+  return before;
+}
 __device__ inline void writes_before_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ inline void into_second_level(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
