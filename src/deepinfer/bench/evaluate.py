@@ -524,7 +524,7 @@ def experts(run: Evaluation) -> Iterator[Figure]:
 def json_validity(run: Evaluation) -> Iterator[Figure]:
     """Yield how many greedy answers end, are JSON and follow the asked schema; counts are answers.
 
-    The only task that runs the engine itself; nothing but the model keeps the answers in form.
+    The engine runs without a grammar: nothing but the model keeps the answers in form.
     """
     documents = generated_documents("json_chat")
     chosen = pick(documents, run.limit, lambda d: d.name)

@@ -243,13 +243,13 @@ class _Builder:
         ws = Ref(_WS)
         if isinstance(value, list):
             items = _joined([self._literal(item) for item in value])
-            return seq(literal("["), ws, items, ws, literal("]")) if value else _pair("[", "]")
+            return seq(literal("["), ws, items, ws, literal("]")) if value else _empty("[", "]")
         if isinstance(value, dict):
             pairs = [self._pair(literal(_quoted(k)), self._literal(v)) for k, v in value.items()]
             return (
                 seq(literal("{"), ws, _joined(pairs), ws, literal("}"))
                 if pairs
-                else _pair("{", "}")
+                else _empty("{", "}")
             )
         return literal(_quoted(value))
 
@@ -391,7 +391,7 @@ def _comma() -> Node:
     return seq(Ref(_WS), literal(","), Ref(_WS))
 
 
-def _pair(opening: str, closing: str) -> Node:
+def _empty(opening: str, closing: str) -> Node:
     return seq(literal(opening), Ref(_WS), literal(closing))
 
 
@@ -450,7 +450,7 @@ def _signed(
     """Return the numbers of a range, from ranges of numbers that are not negative."""
     parts: list[Node] = []
     if low is None or low < 0:
-        if high is None or high > 0 or high == 0:
+        if high is None or high >= 0:
             below = ranged(0, True, None if low is None else -low, low_open)
         else:
             below = ranged(-high, high_open, None if low is None else -low, low_open)

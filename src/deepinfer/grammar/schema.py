@@ -517,25 +517,26 @@ class _Rewriter:
 
     def _refuse_cycles(self) -> None:
         """Refuse references that lead back to themselves without passing through a value."""
-        state: dict[int, int] = {}
-        for start in list(self._in_place):
-            stack = [(start, iter(self._in_place.get(start, ())))]
-            if state.setdefault(start, 1) != 1 or len(stack) != 1:
+        open_: dict[int, bool] = {}  # schemas seen: whether the walk is still inside them
+        for start in self._in_place:
+            if start in open_:
                 continue
+            open_[start] = True
+            stack = [(start, iter(self._in_place[start]))]
             while stack:
                 node, edges = stack[-1]
                 for target, pointer in edges:
-                    if state.get(target) == 1 and any(n == target for n, _ in stack):
+                    if open_.get(target):
                         note = "a cycle of references that never reaches a value"
                         finding = Finding(pointer, "$ref", Status.REFUSED, note)
                         if finding not in self.findings:
                             self.findings.append(finding)
-                    elif target not in state:
-                        state[target] = 1
+                    elif target not in open_:
+                        open_[target] = True
                         stack.append((target, iter(self._in_place.get(target, ()))))
                         break
                 else:
-                    state[node] = 2
+                    open_[node] = False
                     stack.pop()
 
 
