@@ -1,4 +1,4 @@
-"""The code in the pages about conversations runs as it stands there."""
+"""The code in the pages runs as it stands there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from deepinfer.chat import companion
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["chat", "protocol"])
-def test_code_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("page", ["../README", "chat", "protocol", "structured", "caches"])
+def test_code_runs(
+    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     if page == "protocol" and not companion.is_installed():
         pytest.skip("needs deepinfer[chat]")
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
