@@ -543,6 +543,9 @@ def compile_all(archs: list[int]) -> list[str]:
     for setting in GROUPED:
         grouped(import_module("deepinfer.kernels.grouping.triton"), *setting)
     site(False)
+    case = next(c for c in all_cases() if c.op == "paged_attention" and c.name == "turned")
+    arguments = case.build(2, torch.Generator().manual_seed(0))
+    implementation("paged_attention", "triton")(*arguments, "act8")
     angle = torch.zeros(5, 12)
     implementation("rotate_tail", "triton")(
         torch.zeros(5, 3, 48).bfloat16(), angle, angle, True, True

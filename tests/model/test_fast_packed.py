@@ -52,7 +52,9 @@ def test_prefill_on_packed_entries(
     assert packed
 
 
-def test_only_the_kernel_of_the_release_reads_packed_entries() -> None:
+def test_kernels_of_the_release_and_of_short_entries_read_packed_ones() -> None:
     assert reads_packed("cuda", 64, 512, True) and reads_packed("cuda whole", 64, 512, True)
     assert not reads_packed("triton", 64, 512, True)
-    assert not reads_packed("cuda", 8, 64, True) and not reads_packed("cuda", 64, 512, False)
+    assert not reads_packed("cuda", 8, 256, True) and not reads_packed("cuda", 64, 512, False)
+    assert reads_packed("cuda", 8, 64, True) and reads_packed("triton", 8, 128, True)
+    assert not reads_packed("reference", 8, 64, True) and not reads_packed("triton", 8, 64, False)

@@ -22,7 +22,8 @@ def reads_packed(choice: str, heads: int, dim: int, rounded: bool) -> bool:
 
     The others load every row's entries first, which suits the few rows of a decode step.
     """
-    return choice.startswith("cuda") and rounded and (heads, dim) == (64, 512)
+    released = choice.startswith("cuda") and (heads, dim) == (64, 512)
+    return rounded and choice != "reference" and (released or dim <= 128)
 
 
 def paged_attention(
