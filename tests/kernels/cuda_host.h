@@ -22,7 +22,7 @@
 #define __launch_bounds__(...)
 #define LAUNCH(kernel, grid, block, shared, stream, ...) \
   host::launch(grid, block, shared, [&] { kernel(__VA_ARGS__); })
-#define SHARED(name) unsigned char* name = host::shared_memory()
+#define SHARED(name, ...) unsigned char* name = host::shared_memory()
 
 using std::max;
 using std::min;
@@ -235,5 +235,10 @@ inline uint32_t atomicAdd(uint32_t* p, uint32_t v) {
 inline void atomicMin(uint32_t* p, uint32_t v) { *p = std::min(*p, v); }
 inline void atomicMax(uint32_t* p, uint32_t v) { *p = std::max(*p, v); }
 inline void atomicOr(uint32_t* p, uint32_t v) { *p |= v; }
+template <typename Kernel>
+int make_room(Kernel, int) {
+  return 0;
+}
+inline int cudaGetLastError() { return 0; }
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline int __ffs(uint32_t v) { return __builtin_ffs(static_cast<int>(v)); }

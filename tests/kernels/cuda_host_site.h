@@ -49,6 +49,12 @@ inline void add_local(uint32_t* counter) { ++*counter; ++host::progress; }
 inline void wait_local(const uint32_t* counter, uint32_t least) {
   while (*counter < least) host::leave();
 }
+template <typename Parameters>
+int launch_meeting(void (*kernel)(Parameters), dim3 grid, dim3 block, int shared, void*,
+                   const Parameters& parameters) {
+  host::launch_together(grid, block, shared, [&] { kernel(parameters); });
+  return 0;
+}
 inline uint32_t leave(uint32_t* counter) { return (*counter)++; }
 inline void was_last(uint32_t* counter, uint32_t left, uint32_t last) {
   if (left == last - 1) *counter = 0;

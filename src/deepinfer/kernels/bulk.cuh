@@ -3,6 +3,9 @@
 
 #include <cstdint>
 
+#ifdef HOST_TWIN
+#include "cuda_host_copy.h"
+#else
 __device__ inline uint32_t address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
@@ -55,3 +58,4 @@ template <int LEFT>
 __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
+#endif

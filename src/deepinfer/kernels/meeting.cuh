@@ -2,7 +2,8 @@
 // wait must all run at the same time: no more are launched than the card has multiprocessors.
 #pragma once
 
-#include <cstdint>
+#include "card.cuh"
+#include "chain.cuh"
 
 #ifdef HOST_TWIN
 #include "cuda_host_site.h"
@@ -42,4 +43,12 @@ __device__ inline void count_out(uint32_t* counter, uint32_t last) {
 // What another block has written in this launch.
 __device__ inline float fresh(const float* p) { return __ldcg(p); }
 __device__ inline float4 fresh(const float4* p) { return __ldcg(p); }
+// Launches a kernel whose blocks meet; returns an error's number or 0.
+template <typename Parameters>
+int launch_meeting(void (*kernel)(Parameters), dim3 grid, dim3 block, int shared,
+                   cudaStream_t stream, const Parameters& parameters) {
+  const int status = make_room(kernel, shared);
+  if (status) return status;
+  return static_cast<int>(LAUNCH_NEXT(kernel, grid, block, shared, stream, parameters));
+}
 #endif

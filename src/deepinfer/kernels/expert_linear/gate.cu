@@ -1,17 +1,12 @@
 // The gate of an expert on bf16 rows, rounded with ACT8 where asked for: eight neighbouring values a
 // thread.
 
-#ifdef HOST_TWIN
-#include "cuda_host.h"
-#else
-#include <cuda_runtime.h>
+#include "../act8.cuh"
+#include "../card.cuh"
+#ifndef HOST_TWIN
 #define LAUNCH(kernel, grid, block, shared, stream, ...) \
   kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
 #endif
-
-#include <cstdint>
-
-#include "../act8.cuh"
 
 namespace {
 
@@ -49,10 +44,6 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(const Call p) {
   }
   if (place < p.dim) *reinterpret_cast<uint4*>(p.out + row * p.dim + place) = g.pack();
 }
-
-#ifdef HOST_TWIN
-inline int cudaGetLastError() { return 0; }
-#endif
 
 }  // namespace
 

@@ -23,19 +23,9 @@
 //
 // All sums over channels have one fixed order: a token's bits depend on nothing but the token.
 
-#ifdef HOST_TWIN
-#include "cuda_host.h"
-#include "cuda_host_site.h"
-#else
-#include <cuda_runtime.h>
-
-#include "../bulk.cuh"
-#define SHARED(name) extern __shared__ __align__(128) unsigned char name[]
-#endif
-
-#include <cstdint>
-
 #include "../act8.cuh"
+#include "../bulk.cuh"
+#include "../card.cuh"
 #include "../chain.cuh"
 #include "../meeting.cuh"
 
@@ -202,7 +192,7 @@ struct Memory {
 template <bool WHOLE, bool SUMS>
 __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   using M = Memory<SUMS>;
-  SHARED(memory);
+  SHARED(memory, 128);
   unsigned char* weights = memory;
   unsigned char* rows = weights + kWeights;
   unsigned char* inputs = rows + kTokens * kRow;
@@ -495,16 +485,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
 template <bool WHOLE, bool SUMS = false>
 int run(const Site& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(p.groups * kSlices));
-#ifdef HOST_TWIN
-  host::launch_together(grid, dim3(kThreads), Memory<SUMS>::kBytes, [&] { site_kernel<WHOLE, SUMS>(p); });
-  return 0;
-#else
-  const cudaError_t status = cudaFuncSetAttribute(
-      site_kernel<WHOLE, SUMS>, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory<SUMS>::kBytes);
-  if (status != cudaSuccess) return static_cast<int>(status);
-  return static_cast<int>(
-      LAUNCH_NEXT(site_kernel<WHOLE, SUMS>, grid, dim3(kThreads), Memory<SUMS>::kBytes, stream, p));
-#endif
+  return launch_meeting(site_kernel<WHOLE, SUMS>, grid, dim3(kThreads), Memory<SUMS>::kBytes, stream, p);
 }
 
 }  // namespace

@@ -13,18 +13,13 @@
 // barrier stands in the loop; what overlaps product and arithmetic are the other blocks of the
 // multiprocessor.
 
+#include "../card.cuh"
+#include "../chain.cuh"
 #ifdef HOST_TWIN
-#include "cuda_host.h"
 #include "cuda_host_wgmma.h"
 #else
-#include <cuda_runtime.h>
 #include "wgmma.cuh"
-#define SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #endif
-
-#include <cstdint>
-
-#include "../chain.cuh"
 
 namespace {
 
@@ -181,7 +176,7 @@ scores_kernel(const u16* q, const u16* weight, Cache cache, const int64_t* table
               const int64_t* candidates, int num_candidates, int log_size, O* out,
               int64_t out_stride, int num_rows, int entries, int chunk) {
   constexpr int N = R * kHeads, kPairs = R > 1 ? R / 2 : 1;
-  SHARED(memory);
+  SHARED(memory, 1024);
   unsigned char* queries = memory;                          // N rows of 128 bytes
   float* factors = reinterpret_cast<float*>(memory + N * kDim);  // [R][4][8]
   u32* constants = reinterpret_cast<u32*>(memory + N * kDim + N * 4);
@@ -500,13 +495,8 @@ int run(const void* q, const void* weight, const Cache& cache, const void* table
   const int bytes = R * kHeads * (kDim + 4) + 16 + kStages * kStageBytes +
                     (CANDIDATES ? static_cast<int>(sizeof(Candidates<R>)) : 0);
   auto kernel = scores_kernel<R, O, BLOCKS, CANDIDATES>;
-#ifndef HOST_TWIN
-  if (bytes > 48 * 1024) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (status != cudaSuccess) return static_cast<int>(status);
-  }
-#endif
+  const int status = make_room(kernel, bytes);
+  if (status) return status;
   const dim3 grid(static_cast<unsigned>((entries + chunk - 1) / chunk),
                   static_cast<unsigned>((num_rows + R - 1) / R));
   LAUNCH_NEXT(kernel, grid, dim3(kThreads), bytes, stream, static_cast<const u16*>(q),
@@ -516,11 +506,7 @@ int run(const void* q, const void* weight, const Cache& cache, const void* table
          static_cast<int>(num_candidates), log_size, static_cast<O*>(out),
          static_cast<int64_t>(out_stride), static_cast<int>(num_rows), static_cast<int>(entries),
          static_cast<int>(chunk));
-#ifdef HOST_TWIN
-  return 0;
-#else
   return static_cast<int>(cudaGetLastError());
-#endif
 }
 
 }  // namespace

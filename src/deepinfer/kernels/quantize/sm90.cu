@@ -1,14 +1,7 @@
 // ACT8 rounding of bf16 values and back, eight neighbouring values a thread.
 
-#ifdef HOST_TWIN
-#include "cuda_host.h"
-#else
-#include <cuda_runtime.h>
-#endif
-
-#include <cstdint>
-
 #include "../act8.cuh"
+#include "../card.cuh"
 #include "../chain.cuh"
 
 namespace {
@@ -32,10 +25,6 @@ round_kernel(const uint4* x, uint4* out, long long vectors) {
     if (first + i * kThreads < vectors) out[first + i * kThreads] = v.pack();
   }
 }
-
-#ifdef HOST_TWIN
-inline int cudaGetLastError() { return 0; }
-#endif
 
 template <int EACH>
 int run(const void* x, void* out, long long vectors, cudaStream_t stream) {

@@ -1,15 +1,8 @@
 // Rotary positions over the last 64 dimensions of bf16 vectors, and ACT8 or FP4 rounding behind. A
 // thread holds eight neighbouring values; only tails are touched where nothing is rounded.
 
-#ifdef HOST_TWIN
-#include "cuda_host.h"
-#else
-#include <cuda_runtime.h>
-#endif
-
-#include <cstdint>
-
 #include "../act8.cuh"
+#include "../card.cuh"
 #include "../chain.cuh"
 
 namespace {
@@ -111,10 +104,6 @@ __global__ void __launch_bounds__(kThreads) whole_kernel(const Call p) {
     }
   }
 }
-
-#ifdef HOST_TWIN
-inline int cudaGetLastError() { return 0; }
-#endif
 
 }  // namespace
 

@@ -13,19 +13,9 @@
 // Experts stand in the rows of an instruction and tokens in its columns. The order of inputs inside
 // an instruction is free: a lane reads 16 bytes of an expert and of a token and uses them in two steps.
 
-#ifdef HOST_TWIN
-#include "cuda_host.h"
-#include "cuda_host_site.h"
-#else
-#include <cuda_runtime.h>
-
-#include "../bulk.cuh"
-#define SHARED(name) extern __shared__ __align__(128) unsigned char name[]
-#endif
-
-#include <cstdint>
-
 #include "../act8.cuh"
+#include "../bulk.cuh"
+#include "../card.cuh"
 #include "../chain.cuh"
 #include "../meeting.cuh"
 
@@ -182,7 +172,7 @@ __device__ inline void choose(const Call& p, int row, const float (&bias)[kOwn])
 template <int EACH>
 __global__ void __launch_bounds__(kThreads, 1) route_kernel(const Call p) {
   using S = Shape<EACH>;
-  SHARED(memory);
+  SHARED(memory, 128);
   unsigned char* ring = memory;
   float* sums = reinterpret_cast<float*>(memory + kSlots * kTile * kRow);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
@@ -319,16 +309,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(const Call p) {
 template <int EACH>
 int run(const Call& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(p.groups * Shape<EACH>::kBlocks));
-#ifdef HOST_TWIN
-  host::launch_together(grid, dim3(kThreads), Shape<EACH>::kShared, [&] { route_kernel<EACH>(p); });
-  return 0;
-#else
-  const cudaError_t status = cudaFuncSetAttribute(
-      route_kernel<EACH>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape<EACH>::kShared);
-  if (status != cudaSuccess) return static_cast<int>(status);
-  return static_cast<int>(LAUNCH_NEXT(route_kernel<EACH>, grid, dim3(kThreads),
-                                      Shape<EACH>::kShared, stream, p));
-#endif
+  return launch_meeting(route_kernel<EACH>, grid, dim3(kThreads), Shape<EACH>::kShared, stream, p);
 }
 
 }  // namespace

@@ -19,17 +19,8 @@
 // Keys are integers in the order of the values: -0 equals 0, NaN is above everything, and nothing
 // at or below the key of -inf is ever taken. No step depends on the order of arrival.
 
-#ifdef HOST_TWIN
-#include "cuda_host_copy.h"
-#else
-#include <cuda_runtime.h>
-
 #include "../bulk.cuh"
-#define SHARED(name) extern __shared__ __align__(16) unsigned char name[]
-#endif
-
-#include <cstdint>
-
+#include "../card.cuh"
 #include "../chain.cuh"
 
 namespace {
@@ -476,7 +467,7 @@ __global__ void __launch_bounds__(kThreads, BLOCKS)
 select_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, int entries,
               int64_t stride, int want) {
   using F = Format<T>;
-  SHARED(memory);
+  SHARED(memory, 16);
 #ifdef HOST_TWIN
   Scratch& s = *reinterpret_cast<Scratch*>(host_scratch());
 #else
@@ -716,7 +707,7 @@ blocks_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
               int64_t stride, int want) {
   using F = Format<T>;
   constexpr int kEach = kPairs * kGroup / SIZE;
-  SHARED(memory);
+  SHARED(memory, 16);
 #ifdef HOST_TWIN
   Scratch& s = *reinterpret_cast<Scratch*>(host_scratch());
 #else
@@ -785,24 +776,11 @@ blocks_kernel(const T* scores, const int64_t* visible, int64_t* out, int rows, i
   }
 }
 
-#ifndef HOST_TWIN
-template <typename K>
-int prepare(K kernel, int bytes) {
-  if (bytes <= 48 * 1024) return 0;
-  return static_cast<int>(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-}
-#else
-template <typename K>
-int prepare(K, int) { return 0; }
-inline int cudaGetLastError() { return 0; }
-#endif
-
 template <typename T, typename K>
 int run(K kernel, int bytes, const void* scores, const void* visible, void* out, long long rows,
         long long entries, long long stride, long long want, long long blocks,
         cudaStream_t stream) {
-  if (const int status = prepare(kernel, bytes)) return status;
+  if (const int status = make_room(kernel, bytes)) return status;
   LAUNCH_NEXT(kernel, dim3(static_cast<unsigned>(min(rows, blocks))), dim3(kThreads), bytes, stream,
          static_cast<const T*>(scores), static_cast<const int64_t*>(visible),
          static_cast<int64_t*>(out), static_cast<int>(rows), static_cast<int>(entries),
