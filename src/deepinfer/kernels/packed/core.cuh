@@ -71,12 +71,13 @@ struct Kernel {
   static_assert(!SINGLE || ATOMS % 2 == 0, "codes of two atoms in turn");
   static_assert(!AHEAD || (!FP8 && UNITS % 2 == 0), "codes of two units in turn, sums that stay");
   static constexpr int MAX_EXPERTS = 512;
+  static constexpr int PLACES = MAX_EXPERTS + 2;  // words: tiles before each expert and one of use, rows
   static constexpr int THREADS = 128 * (GROUPS + 1);
   static constexpr int CHUNK = GROUPS == 4 ? 32 : TOKENS < 64 ? TOKENS : 64;  // stored at a time
   // Boxed: a group's scales of rows and tokens of its tile, brought while it multiplies.
   static constexpr int SCALES = BOXES ? 4 * (64 * TILES + (FP8 ? TOKENS + 8 : 0)) : 0;
   static constexpr int SHARED = STAGES * (WEIGHT_BYTES + TOKEN_BYTES) + GROUPS * (CHUNK * 128 + SCALES) +
-                                20 * STAGES + 4 * (MAX_EXPERTS + 1) + 1024 + 64;
+                                20 * STAGES + 8 * PLACES + 1024 + 64;
   static constexpr int BOX = BOXES ? TOKENS : 0;  // rows of a box
   static constexpr int CONSUMER_REGS = GROUPS == 4 ? 112 : BOXES ? 240 : 232;
   static constexpr int PRODUCER_REGS = GROUPS == 4 ? 32 : BOXES ? 24 : 40;
@@ -93,8 +94,8 @@ struct Kernel {
       const bool before = e < a.experts && first[e + 1] * blocks <= tile;
       expert += __popc(__ballot_sync(~0u, before));
     }
-    const int begin = static_cast<int>(__ldg(a.offsets + expert));
-    const int count = static_cast<int>(__ldg(a.offsets + expert + 1)) - begin;
+    const int* row = first + PLACES;
+    const int begin = row[expert], count = row[expert + 1] - begin;
     const int tiles = first[expert + 1] - first[expert], rest = tile - first[expert] * blocks;
     const int part = rest % tiles, share = ((count + tiles - 1) / tiles + 7) & ~7;
     Place p;
@@ -563,7 +564,7 @@ struct Kernel {
     u32 full, empty, slots;
   };
 
-  // Prepare shared memory, wait for the kernel before, count the tiles of tokens before each expert.
+  // Prepare shared memory, wait for the kernel before, count tiles of tokens and rows before each expert.
   static __device__ Room begin(const Args& a) {
     Room r;
     r.tokens = ring_memory();
@@ -582,16 +583,19 @@ struct Kernel {
       barriers_ready();
     }
     previous_kernel_wait();
-    if (threadIdx.x < 32) {  // tiles of tokens before each expert
+    if (threadIdx.x < 32) {
       const long long all = __ldg(a.offsets + a.experts);
       const bool mine = a.least <= all && all < a.most;
       int sum = 0;
-      if (threadIdx.x == 0) first[0] = 0;
+      if (threadIdx.x == 0) first[0] = 0, first[PLACES] = static_cast<int>(__ldg(a.offsets));
       for (int base = 0; base < a.experts; base += 32) {
         const int e = base + threadIdx.x;
         int n = 0;
-        if (mine && e < a.experts)
-          n = static_cast<int>(__ldg(a.offsets + e + 1) - __ldg(a.offsets + e) + TOKENS - 1) / TOKENS;
+        if (mine && e < a.experts) {
+          const int end = static_cast<int>(__ldg(a.offsets + e + 1));
+          first[PLACES + e + 1] = end;
+          n = (end - static_cast<int>(__ldg(a.offsets + e)) + TOKENS - 1) / TOKENS;
+        }
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
           const int other = __shfl_up_sync(~0u, n, d);
