@@ -49,7 +49,7 @@ template <int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, int PER_SM,
           bool WHOLE = false, bool AHEAD = false>
 struct Dense {
   static constexpr bool TAKES_WHOLE = WHOLE;
-  static_assert(!WHOLE || (TILES == 1 && !AHEAD), "one total, added up between products");
+  static_assert(!WHOLE || TILES == 1, "one total");
   static constexpr int PARTS = GROUPS * TILES;  // of 64 rows
   static constexpr int HEIGHT = 64 * PARTS;
   static constexpr int RESIDENT = PER_SM;
@@ -316,25 +316,6 @@ struct Dense {
   }
 
   template <int N>
-  static __device__ void multiply_ahead(Sums<N>& sums, u32 (&even)[4 * STEPS], u32 (&odd)[4 * STEPS],
-                                        Stage& stage, int steps, Ring& ring, u32 tokens, u32 weights,
-                                        u32 full, u32 empty) {
-    u32 held = 0;
-#pragma unroll 1
-    for (int left = steps - 1; left >= 0; --left) {
-      unit_ahead<N, 0>(sums, even, odd, stage, held, left > 0, ring, tokens, weights, full, empty);
-      if constexpr (UNITS % 2) {
-        if (--left < 0) break;
-        unit_ahead<N, 0>(sums, odd, even, stage, held, left > 0, ring, tokens, weights, full, empty);
-      }
-    }
-    products_wait();
-#pragma unroll
-    for (int m = 0; m < TILES; ++m) keep_in_place(sums.of[m]);
-    if ((threadIdx.x & 31) == 0) barrier_arrive(held);
-  }
-
-  template <int N>
   using Total = Sums<WHOLE ? N : 2>;
 
   // WHOLE: behind the last step of a part its sums are added to the total, and begin anew.
@@ -342,6 +323,7 @@ struct Dense {
   static __device__ void end_of_step(const DenseArgs& a, Sums<N>& sums, Sums<N>& total, int& part,
                                      int& until) {
     if (--until) return;
+    if constexpr (AHEAD) products_wait();
     keep_in_place(sums.of[0]);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
@@ -350,6 +332,31 @@ struct Dense {
     }
     ++part;
     until = (start_of(a, part + 1) - start_of(a, part)) / BLOCKS;
+  }
+
+  template <int N>
+  static __device__ void multiply_ahead(const DenseArgs& a, Sums<N>& sums, Total<N>& total,
+                                        u32 (&even)[4 * STEPS], u32 (&odd)[4 * STEPS], Stage& stage,
+                                        int steps, Ring& ring, u32 tokens, u32 weights, u32 full,
+                                        u32 empty) {
+    u32 held = 0;
+    int part = 0, until = WHOLE ? start_of(a, 1) / BLOCKS : 0;
+#pragma unroll 1
+    for (int left = steps - 1; left >= 0; --left) {
+      unit_ahead<N, 0>(sums, even, odd, stage, held, left > 0, ring, tokens, weights, full, empty);
+      if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
+      if constexpr (UNITS % 2) {
+        if (--left < 0) break;
+        unit_ahead<N, 0>(sums, odd, even, stage, held, left > 0, ring, tokens, weights, full, empty);
+        if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
+      }
+    }
+    products_wait();
+    if constexpr (!WHOLE) {
+#pragma unroll
+      for (int m = 0; m < TILES; ++m) keep_in_place(sums.of[m]);
+    }
+    if ((threadIdx.x & 31) == 0) barrier_arrive(held);
   }
 
   template <int N>
@@ -368,7 +375,7 @@ struct Dense {
     Stage stage = enter(ring, tokens, weights, full, empty);
     decode_unit<0>(stage.weights, even);
     if constexpr (AHEAD) {
-      multiply_ahead<N>(sums, even, odd, stage, steps, ring, tokens, weights, full, empty);
+      multiply_ahead<N>(a, sums, total, even, odd, stage, steps, ring, tokens, weights, full, empty);
     } else {
 #pragma unroll 1
       for (int left = steps - 1; left >= 0; --left) {
