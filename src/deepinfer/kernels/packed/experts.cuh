@@ -55,12 +55,6 @@ struct Experts {
   }
   static_assert(least_boxes(), "each number of rows has its box");
 
-  static __device__ int take(const Chain& c) {
-    u32 item = 0;
-    if ((threadIdx.x & 31) == 0) item = atomicAdd(c.state, 1u);
-    return static_cast<int>(item);
-  }
-
   // One warp of the producers.
   static __device__ void produce(const Chain& c, const Maps& maps, const Room& room, int tiles,
                                  int all) {
@@ -68,9 +62,10 @@ struct Experts {
     const int lane = threadIdx.x & 31;
     const u64 policy = read_once();
     Ring ring;
-    int item = __shfl_sync(~0u, take(c), 0);
-    while (item < all) {
-      const int following = take(c);  // while this one is loaded
+    u32 following = lane == 0 ? atomicAdd(c.state, 1u) : 0;
+    for (;;) {
+      const int item = __shfl_sync(~0u, static_cast<int>(following), 0);
+      if (item >= all) break;
       const int second = item >= tiles;
       const Args& a = c.of[second];
       const Place p = K::locate(a, room.first, second ? item - tiles : item);
@@ -85,6 +80,7 @@ struct Experts {
           barrier_wait(room.empty + 8 * ring.stage, ring.parity ^ 1);
           const u32 bar = room.full + 8 * ring.stage, to = tokens + ring.stage * K::TOKEN_BYTES;
           if (step == 0) store_word(room.slots + 4 * ring.stage, item);
+          if (step == max(0, steps - 2)) following = atomicAdd(c.state, 1u);  // as late as it is free
           K::fetch(w, step, weights + ring.stage * K::WEIGHT_BYTES, bar, policy,
                    K::ATOMS * 128 * rows);
           if (second && step == 0) {
@@ -97,7 +93,6 @@ struct Experts {
           ring.next();
         }
       }
-      item = __shfl_sync(~0u, following, 0);
     }
     if (lane == 0) {
       barrier_wait(room.empty + 8 * ring.stage, ring.parity ^ 1);
