@@ -55,7 +55,7 @@ def test_an_absent_card_is_refused() -> None:
         pick_device("cuda:97")
 
 
-@pytest.mark.parametrize("name", ["ascend", "ascend:0"])
+@pytest.mark.parametrize("name", ["ascend", "ascend:0", "npu:0"])
 def test_ascend_says_what_is_missing(name: str) -> None:
     with pytest.raises(UnsupportedError, match="no kernels for Ascend"):
         pick_device(name)

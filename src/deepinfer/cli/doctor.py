@@ -45,7 +45,6 @@ PACKAGES: Final = (
     Package("tokenizers", "0.21", "", "text"),
     Package("numpy", "1.26", "", "tables and plans"),
     Package("triton", "3.3", "cuda", "kernels for NVIDIA cards"),
-    Package("torch-npu", "", "ascend", "Ascend accelerators"),
     Package("llguidance", "1.9", "grammar", "structured output"),
     Package("jsonschema", "4.23", "grammar", "structured output"),
     Package("xgrammar", "0.2.9", "xgrammar", "structured output with xgrammar"),

@@ -23,7 +23,7 @@ def pick_device(name: str = "auto") -> Device:
         return CudaDevice(0) if cuda_count() else CpuDevice()
     if name == "cpu":
         return CpuDevice()
-    if str(name).startswith("ascend"):
+    if str(name).startswith(("ascend", "npu")):
         refuse_ascend()
     found = re.fullmatch(r"cuda(?::(\d+))?", str(name))
     if found:
