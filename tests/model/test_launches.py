@@ -30,5 +30,5 @@ def test_a_decode_step_launches_few_kernels() -> None:
     assert counts["3 full 1"] <= 30, told["3 full 1"]
     assert counts["5 reindex 1"] <= 24, told["5 reindex 1"]
     assert counts["draft 1"] <= 17, told["draft 1"]
-    assert counts[""] <= 72, told[""]
+    assert counts[""] <= 71, told[""]
     assert sum(counts.values()) == len(step.found)

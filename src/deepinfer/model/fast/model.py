@@ -480,19 +480,20 @@ class FastModel:
         """Return the shared state of a forward pass."""
         cos_sin = self.ops.cos_sin
         compressed = self._inv_freq[True]
+        rotation = {kind: cos_sin(inputs.positions, freq) for kind, freq in self._inv_freq.items()}
+        own = inputs.context is None  # then every row completes an entry of ratio 1, where it is
         return Step(
             config=self.config,
             ops=self.ops,
             numerics=self.numerics,
-            rotation={
-                kind: cos_sin(inputs.positions, inv_freq)
-                for kind, inv_freq in self._inv_freq.items()
-            },
+            rotation=rotation,
             trace={} if traced else None,
             inputs=inputs,
             caches=caches,
             emit_rotation={
-                ratio: cos_sin(part.emit_starts, compressed)
+                ratio: rotation[True]
+                if ratio == 1 and own
+                else cos_sin(part.emit_starts, compressed)
                 for ratio, part in inputs.ratios.items()
             },
             live=inputs.live,
