@@ -293,6 +293,10 @@ TURNED = [(3, False, False), (3, False, True), (0, True, False), (2, True, False
 DRAWN = [(5, 288, 0), (3, 5001, 1), (9, 10, 0)]
 
 
+READ_NORMS = ("_latent_entry", "_latent_store")
+"""Kernels that read weights, which no kernel of a step writes, before their turn."""
+
+
 def flat_places() -> Iterator[tuple[Tensor, Tensor, Tensor, int, Tensor | None, int]]:
     """Entries of five rows of three sequences, some absent, or columns of candidate blocks."""
     generator = torch.Generator().manual_seed(1)
@@ -510,7 +514,7 @@ def compile_all(archs: list[int]) -> list[str]:
                 options = {"num_warps": warps, "launch_pdl": early and arch >= 90}
                 made = triton.compile(source, target=target, options=options)
                 assert made.asm["cubin"], "no binary"
-                if options["launch_pdl"]:
+                if options["launch_pdl"] and kernel.fn.__name__ not in READ_NORMS:
                     waited = made.asm["ptx"].index("griddepcontrol.wait")
                     touched = re.search(r"\b(ld|st|atom|red|cp)\.\S*global", made.asm["ptx"])
                     assert touched is None or waited < touched.start(), "memory before its turn"

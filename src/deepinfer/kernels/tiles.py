@@ -103,9 +103,10 @@ else:
     def in_turn(_semantic=None):
         """Wait for what the kernels before this one wrote and read, and let the next one begin.
 
-        The first statement of a kernel: what is before it must touch nothing that another kernel
-        writes. Compiles to nothing unless the launch is one that begins early. Kernels that
-        begin early must all wait, since the end of one only tells of the end of all before it then.
+        The first statement of a kernel, but for reads of weights: what is before it must touch
+        nothing that another kernel of a step writes. Compiles to nothing unless the launch is one
+        that begins early. Kernels that begin early must all wait, since the end of one only tells
+        of the end of all before it then.
         """
         if getattr(_semantic.builder.options, "launch_pdl", False):
             for instruction in ("wait", "launch_dependents"):

@@ -1,4 +1,7 @@
-"""Latent and entry in Triton: one program per row, the entry returned or stored in its cache."""
+"""Latent and entry in Triton: one program per row, the entry returned or stored in its cache.
+
+Norms, which no kernel of a step writes, are read before the kernel in front has ended.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ def _norm_scale(values, D, eps):
 
 @triton.jit
 def _put_latent(
-    source, q_norm, latent, row, Q, eps, QUANTIZE: tl.constexpr, BQ: tl.constexpr
+    source, gain, latent, row, Q, eps, QUANTIZE: tl.constexpr, BQ: tl.constexpr
 ):  # fmt: skip
     column = tl.arange(0, BQ)
     held = column < Q
     values = tl.load(source + column, held, 0.0).to(tl.float32)
     scale = _norm_scale(values, Q, eps)
-    normed = tl.load(q_norm + column, held, 0.0) * (values * scale)
+    normed = gain * (values * scale)
     if QUANTIZE:
         normed = narrow(normed, latent.dtype.element_ty).to(tl.float32)
         normed = tl.reshape(act8_round_trip(tl.reshape(normed, (1, BQ)), 1, BQ), (BQ,))
@@ -42,10 +45,11 @@ def _latent_entry(
     both, q_norm, kv_norm, cos, sin, latent, entry, Q, D, R, stride, eps,
     QUANTIZE: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
+    gain = tl.load(q_norm + tl.arange(0, BQ), tl.arange(0, BQ) < Q, 0.0)
     in_turn()
     row = tl.program_id(0).to(tl.int64)
     source = both + row * stride
-    _put_latent(source, q_norm, latent, row, Q, eps, QUANTIZE, BQ)
+    _put_latent(source, gain, latent, row, Q, eps, QUANTIZE, BQ)
     source += Q
     column = tl.arange(0, BD)
     held = column < D
@@ -71,35 +75,36 @@ def _latent_entry(
 
 @triton.jit
 def _put_row(
-    source, kv_norm, cos, sin, idx, codes, scales, dense, row, D, R, eps, entries,
+    source, gains, gains_beside, cos, sin, idx, codes, scales, dense, row, D, R, eps, entries,
     code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
     NORM: tl.constexpr, FORMAT: tl.constexpr, DENSE: tl.constexpr,
     BD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and quantize one row's entry into its place."""
+    """Norm, rotate and quantize one row's entry into its place.
+
+    gains are the norm's, gains_beside those of every value's partner.
+    """
     place = tl.load(idx + row)
+    column = tl.arange(0, BD)
+    held = column < D
+    turned = held & (column >= D - R)
+    odd = (column - (D - R)) % 2
+    partner = tl.where(turned, column + 1 - 2 * odd, 0)
+    pair = tl.where(turned, (column - (D - R)) // 2, 0)
+    c = tl.load(cos + row * (R // 2) + pair, turned, 0.0)
+    s = tl.load(sin + row * (R // 2) + pair, turned, 0.0)
+    values = tl.load(source + column, held, 0.0).to(tl.float32)
+    others = tl.load(source + partner, turned, 0.0).to(tl.float32)
+    if NORM:
+        scale = _norm_scale(values, D, eps)
+        values = narrow(gains * (values * scale), source.dtype.element_ty).to(tl.float32)
+        others = narrow(gains_beside * (others * scale), source.dtype.element_ty).to(tl.float32)
+    rotated = values * c + others * tl.where(odd == 1, s, -s)
+    rotated = narrow(rotated, source.dtype.element_ty).to(tl.float32)
+    made = tl.reshape(tl.where(turned, rotated, values), (BD // SIZE, SIZE))
     if place >= 0:
-        column = tl.arange(0, BD)
-        held = column < D
-        turned = held & (column >= D - R)
-        odd = (column - (D - R)) % 2
-        partner = tl.where(turned, column + 1 - 2 * odd, 0)
-        values = tl.load(source + column, held, 0.0).to(tl.float32)
-        others = tl.load(source + partner, turned, 0.0).to(tl.float32)
-        if NORM:
-            scale = _norm_scale(values, D, eps)
-            values = tl.load(kv_norm + column, held, 0.0) * (values * scale)
-            values = narrow(values, source.dtype.element_ty).to(tl.float32)
-            others = tl.load(kv_norm + partner, turned, 0.0) * (others * scale)
-            others = narrow(others, source.dtype.element_ty).to(tl.float32)
-        pair = tl.where(turned, (column - (D - R)) // 2, 0)
-        c = tl.load(cos + row * (R // 2) + pair, turned, 0.0)
-        s = tl.load(sin + row * (R // 2) + pair, turned, 0.0)
-        rotated = values * c + others * tl.where(odd == 1, s, -s)
-        rotated = narrow(rotated, source.dtype.element_ty).to(tl.float32)
-        values = tl.reshape(tl.where(turned, rotated, values), (BD // SIZE, SIZE))
         put_entry(
-            values, place, codes, scales, dense, D, entries,
+            made, place, codes, scales, dense, D, entries,
             code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
             FORMAT, DENSE, BD // SIZE, SIZE,
         )  # fmt: skip
@@ -114,15 +119,24 @@ def _latent_store(
     BQ: tl.constexpr, BD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """As `_latent_entry`, the entry quantized into its cache by a program of its own."""
-    in_turn()
     row = tl.program_id(0).to(tl.int64)
     source = both + row * stride
     if LATENT and tl.program_id(1) == 1:
-        _put_latent(source, q_norm, latent, row, Q, eps, QUANTIZE, BQ)
+        gain = tl.load(q_norm + tl.arange(0, BQ), tl.arange(0, BQ) < Q, 0.0)
+        in_turn()
+        _put_latent(source, gain, latent, row, Q, eps, QUANTIZE, BQ)
     else:
+        column = tl.arange(0, BD)
+        gains = tl.zeros((BD,), tl.float32)
+        gains_beside = gains
+        if NORM:
+            partner = tl.where(column >= D - R, column + 1 - 2 * ((column - (D - R)) % 2), 0)
+            gains = tl.load(kv_norm + column, column < D, 0.0)
+            gains_beside = tl.load(kv_norm + partner, column < D, 0.0)
+        in_turn()
         _put_row(
-            source + Q, kv_norm, cos, sin, idx, codes, scales, dense, row, D, R, eps, entries,
-            code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
+            source + Q, gains, gains_beside, cos, sin, idx, codes, scales, dense, row, D, R, eps,
+            entries, code_block, code_entry, scale_block, scale_entry, dense_block, dense_entry,
             NORM, FORMAT, DENSE, BD, SIZE,
         )  # fmt: skip
 
