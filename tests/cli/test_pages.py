@@ -27,6 +27,8 @@ def lines() -> Iterator[tuple[str, str]]:
             for line in block.replace("\\\n", " ").splitlines():
                 if line.startswith(f"{prompt}deepinfer "):
                     yield page.name, line.removeprefix(prompt)
+        for line in re.findall(r"^    (deepinfer [^\n]*)", prose(page).replace("\\\n", " "), re.M):
+            yield page.name, line
 
 
 def test_command_lines_of_the_pages_are_taken() -> None:
