@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
   const int channel = slice * kSlice + lane * 8;
   uint4 v[5];  // streams and output of this warp's token
   u32 place = kNone;  // of this lane's term of the token that is read next
-  int num_terms = 0;  // of the token that was read
+  int rank = kTerms;  // of this lane's term of the token that was read
   unsigned char* own_terms = terms + warp * M::kOwnTerms + lane * 16;
   float coef = 0.f;
   auto find = [&](int i) {
@@ -314,17 +314,16 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
     if (!WHOLE) return;
     v[4] = load_once(p.y + static_cast<int64_t>(row) * kWidth + channel);
     if (SUMS) {
-      u32 least = 0;
+      rank = place == kNone ? kTerms : 0;
 #pragma unroll
       for (int t = 0; t < kTerms; ++t) {
-        const u32 next = __reduce_min_sync(kFull, place >= least ? place : kNone);
-        if (next != kNone) {
-          copy16(own_terms + t * kSlice * 2, p.terms + static_cast<int64_t>(next) * kWidth + channel);
+        const u32 other = __shfl_sync(kFull, place, t);
+        if (other != kNone) {
+          copy16(own_terms + t * kSlice * 2, p.terms + static_cast<int64_t>(other) * kWidth + channel);
         }
-        least = next + (next != kNone);
+        rank += other < place && place != kNone;
       }
       copies_end();
-      num_terms = __popc(__ballot_sync(kFull, place != kNone));
       find(i + 1);
     }
     if (lane < 24) {
@@ -356,8 +355,10 @@ __global__ void __launch_bounds__(kThreads, 1) site_kernel(const Site p) {
           float sum[8] = {};
 #pragma unroll
           for (int t = 0; t < kTerms; ++t) {
-            if (t < num_terms) {
-              const uint4 term = *reinterpret_cast<const uint4*>(own_terms + t * kSlice * 2);
+            const u32 lanes = __ballot_sync(kFull, rank == t);
+            if (lanes) {
+              const int from = __ffs(lanes) - 1;
+              const uint4 term = *reinterpret_cast<const uint4*>(own_terms + from * kSlice * 2);
 #pragma unroll
               for (int q = 0; q < 4; ++q) {
                 sum[2 * q] += low_half(word(term, q)), sum[2 * q + 1] += high_half(word(term, q));
