@@ -231,12 +231,12 @@ def test_stretches_fill_the_last_round() -> None:
         assert size <= entries + 64
 
 
-def site_inputs(num: int, gen: torch.Generator) -> tuple[Tensor, ...]:
+def site_inputs(num: int, gen: torch.Generator) -> list[Tensor]:
     """Streams, output, post, comb and pre of any number of tokens."""
     h = torch.randn(num, 4, 5120, generator=gen).bfloat16()
     y = torch.randn(num, 5120, generator=gen).bfloat16()
     post, pre = 2 * torch.rand(num, 4, generator=gen), torch.rand(num, 4, generator=gen)
-    return h, y, post, torch.rand(num, 4, 4, generator=gen) / 2, pre
+    return [h, y, post, torch.rand(num, 4, 4, generator=gen) / 2, pre]
 
 
 @needs_gcc
@@ -244,7 +244,7 @@ def site_inputs(num: int, gen: torch.Generator) -> tuple[Tensor, ...]:
 def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Also where two groups take a whole tile each and share what is left."""
+    """Also where two groups take a whole tile each, share what is left, and add terms up."""
     monkeypatch.setattr(nvcc, "processors", lambda device: 40)
     gen = torch.Generator().manual_seed(seed)
     fn = torch.randn(24, 4 * 5120, generator=gen) * (4 * 5120) ** -0.5
@@ -252,10 +252,15 @@ def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(
     scale, base = torch.rand(3, generator=gen) + 0.5, torch.randn(24, generator=gen)
     weights = SiteWeights(DenseWeight(fn, fn), scale, base, norm)
     inputs = site_inputs(35, gen)
+    place = torch.stack([torch.randperm(40, generator=gen)[:5] for _ in range(35)])
+    place[1, 2:] = place[2] = -1
+    terms = Terms(torch.randn(40, 5120, generator=gen).bfloat16(), place, inputs[1])
+    inputs[1] = whole(terms)
     first: list[Tensor] = []
     for num in (3, 35):
         h, y, post, comb, pre = (x[:num] for x in inputs)
-        *got, rounded = site.hyper_site_rounded(h, y, post, comb, pre, weights, 1e-20, 1e-6, 20)
+        given = h, terms if num == 35 else y, post, comb, pre, weights
+        *got, rounded = site.hyper_site_rounded(*given, 1e-20, 1e-6, 20)
         assert torch.equal(rounded, round_trip(got[1], "act8"))
         assert not site._workspace(h.device)[2].any()
         streams = hyper_expand(h, y, post, comb)
@@ -270,12 +275,6 @@ def test_a_site_equals_the_four_ops_and_its_rows_do_not_depend_on_their_batch(
         assert all(torch.equal(x, y) for x, y in zip(got[2:], alone, strict=True))
         for mine, theirs in zip(got[2:], mix, strict=True):
             assert ((mine - theirs).abs() <= 4e-5 * theirs.square().mean().sqrt()).all()
-        place = torch.stack([torch.randperm(40, generator=gen)[:5] for _ in range(num)])
-        place[1, 2:] = place[2] = -1
-        terms = Terms(torch.randn(40, 5120, generator=gen).bfloat16(), place, y)
-        added = site.hyper_site(h, terms, post, comb, pre, weights, 1e-20, 1e-6, 20)
-        want = site.hyper_site(h, whole(terms), post, comb, pre, weights, 1e-20, 1e-6, 20)
-        assert all(torch.equal(x, y) for x, y in zip(added, want, strict=True))
         first = first or [x[:3] for x in got]
         assert all(torch.equal(x[:3], y) for x, y in zip(got, first, strict=True))
 
@@ -306,15 +305,13 @@ def test_routes_equal_the_reference_and_do_not_depend_on_their_batch(seed: int) 
     maps = ExpertMaps.of(initial_placement(1, 400, 4, 0), 0, 2, x.device)
     layer = LayerExperts(maps, exchange=None, counts=torch.zeros(384, dtype=torch.int64))
     live = torch.rand(18, generator=gen) < 0.7
-    for rows in (None, live):
-        sent = layer.choose(chosen, weights, rows)
-        counts = layer.counts.clone()
-        given = maps.log2phy, maps.copies, layer.counts.zero_(), maps.place, SPREAD
-        got = router.route_slots(x, gate, bias, 6, 1.5, router.SlotMaps(*given), rows)
-        assert torch.equal(got[0], sent[0]) and torch.equal(got[2], sent[2])
-        assert torch.equal(got[1][sent[0] >= 0], sent[1][sent[0] >= 0])
-        assert torch.equal(layer.counts, counts)
-        layer.counts.zero_()
+    sent = layer.choose(chosen, weights, live)
+    counts = layer.counts.clone()
+    given = maps.log2phy, maps.copies, layer.counts.zero_(), maps.place, SPREAD
+    got = router.route_slots(x, gate, bias, 6, 1.5, router.SlotMaps(*given), live)
+    assert torch.equal(got[0], sent[0]) and torch.equal(got[2], sent[2])
+    assert torch.equal(got[1][sent[0] >= 0], sent[1][sent[0] >= 0])
+    assert torch.equal(layer.counts, counts)
     bias[300], bias[7] = math.nan, -math.inf
     want = router_reference.route(x[:1], gate, bias, 32, 1.5)
     assert want[0][0, 0] == 300
