@@ -16,8 +16,8 @@ from dataclasses import dataclass
 __all__ = ["Rule", "Section", "Values", "near_matches", "run_rules", "show"]
 
 
-def show(value: object) -> str:
-    """Spell a value as JSON would, shortened to fit a message."""
+def show(value: object, levels: int = 4) -> str:
+    """Spell a value as JSON would, shortened to fit a message; lists go down so many levels."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -25,7 +25,8 @@ def show(value: object) -> str:
     if isinstance(value, str):
         text = f'"{value}"'
     elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(show(item) for item in value) + "]"
+        inside = ", ".join(show(item, levels - 1) for item in value) if levels else "..."
+        text = f"[{inside}]"
     elif isinstance(value, Mapping):
         text = "an object"
     else:
