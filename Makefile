@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PROMPT ?=
 # Give PYTHON=... to choose the interpreter; otherwise the first of these that really runs.
 PYTHON ?=
-CANDIDATES := python3.11 python3.12 python3
+CANDIDATES := python3.11 python3.12 python3.13 python3
 RUNS := -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))'
 
 help: ## list the targets
