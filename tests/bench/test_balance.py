@@ -11,7 +11,8 @@ import pytest
 from deepinfer.bench import balance as suite
 from deepinfer.bench.balance import Routing, measure_balance, steps_of, synthetic_loads
 from deepinfer.config.engine import EngineConfig
-from deepinfer.parallel.balance import balancedness, initial_placement, plan_by_steps
+from deepinfer.parallel.balance import plan_by_steps
+from deepinfer.parallel.placement import balancedness, initial_placement
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from deepinfer.kernels.expert_exchange import triton as kernels
 from deepinfer.kernels.quantize import round_trip
-from deepinfer.parallel.balance import Placement
 from deepinfer.parallel.experts import SPREAD, ExpertMaps, LayerExperts
+from deepinfer.parallel.placement import Placement
 from deepinfer.parallel.symm import Symmetric, room
 
 NUM_LOCAL, ACTIVE, CAPACITY = 4, 3, 6

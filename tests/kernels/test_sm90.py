@@ -41,8 +41,8 @@ from deepinfer.kernels.router import reference as router_reference
 from deepinfer.kernels.router import sm90 as router
 from deepinfer.kernels.topk import reference as topk_reference
 from deepinfer.kernels.topk import sm90 as topk
-from deepinfer.parallel.balance import initial_placement
 from deepinfer.parallel.experts import SPREAD, ExpertMaps, LayerExperts
+from deepinfer.parallel.placement import initial_placement
 
 SOURCES = {
     f"{source.parent.name}_{source.stem}": source

@@ -22,7 +22,6 @@ from deepinfer.kernels.engram import engram_lookup
 from deepinfer.kernels.quantize import round_trip
 from deepinfer.model.fast.model import FastModel
 from deepinfer.model.fast.session import Session
-from deepinfer.parallel.balance import Placement
 from deepinfer.parallel.experts import (
     ExpertExchange,
     ExpertMaps,
@@ -31,6 +30,7 @@ from deepinfer.parallel.experts import (
     make_exchange,
 )
 from deepinfer.parallel.group import Ranks
+from deepinfer.parallel.placement import Placement
 from deepinfer.parallel.tables import ShardedRows
 from deepinfer.weights.reader import Checkpoint
 

@@ -13,24 +13,26 @@ from numpy.typing import NDArray
 from deepinfer.config.mesh import num_slots
 from deepinfer.errors import ConfigError
 from deepinfer.parallel.balance import (
-    UNIT,
     LoadWindow,
-    Placement,
     _copies_by_steps,
     _weights,
     adapt,
+    judge,
+    plan_by_steps,
+    plan_by_totals,
+    refine,
+)
+from deepinfer.parallel.migrate import plan_migration, relabel
+from deepinfer.parallel.placement import (
+    UNIT,
+    Placement,
     balancedness,
     choose_slots,
     initial_placement,
-    judge,
     logical_counts,
-    plan_by_steps,
-    plan_by_totals,
     rank_loads,
-    refine,
     token_keys,
 )
-from deepinfer.parallel.migrate import plan_migration, relabel
 
 Ints = NDArray[np.int64]
 

@@ -20,17 +20,12 @@ from torch import Tensor
 
 from deepinfer.errors import DeepInferError
 from deepinfer.parallel import balance, live
-from deepinfer.parallel.balance import (
-    LoadWindow,
-    Placement,
-    balancedness,
-    initial_placement,
-    rank_loads,
-)
+from deepinfer.parallel.balance import LoadWindow
 from deepinfer.parallel.comm import Group
 from deepinfer.parallel.experts import ExpertMaps, LayerExperts
 from deepinfer.parallel.live import BalancedLayer, LiveBalancer
 from deepinfer.parallel.moves import _PROGRAM, Moves, plan_all, plan_moves
+from deepinfer.parallel.placement import Placement, balancedness, initial_placement, rank_loads
 
 LAYERS, EXPERTS, EXTRA, RANKS = 3, 16, 8, 4
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.errors import ConfigError
-from deepinfer.parallel.balance import Placement, initial_placement, plan_by_steps, rank_loads
+from deepinfer.parallel.balance import plan_by_steps
 from deepinfer.parallel.migrate import (
     Move,
     apply_stage,
@@ -19,6 +19,7 @@ from deepinfer.parallel.migrate import (
     plan_migration,
     relabel,
 )
+from deepinfer.parallel.placement import Placement, initial_placement, rank_loads
 
 
 def drawn(rng: np.random.Generator, layers: int, experts: int, ranks: int, room: int) -> Placement:

@@ -27,13 +27,12 @@ from deepinfer.bench.machine import describe_machine, describe_versions
 from deepinfer.bench.report import Figure, Record
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.mesh import num_slots
-from deepinfer.parallel.balance import (
+from deepinfer.parallel.balance import plan_by_steps, plan_by_totals
+from deepinfer.parallel.placement import (
     Placement,
     balancedness,
     choose_slots,
     initial_placement,
-    plan_by_steps,
-    plan_by_totals,
     token_keys,
 )
 

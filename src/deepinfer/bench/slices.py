@@ -27,8 +27,8 @@ from torch import Tensor
 from deepinfer.config import ModelConfig
 from deepinfer.model.fast.model import FastModel
 from deepinfer.model.fast.weights import BlockWeights
-from deepinfer.parallel.balance import initial_placement
 from deepinfer.parallel.experts import ExpertMaps, LayerExperts, Received
+from deepinfer.parallel.placement import initial_placement
 
 __all__ = [
     "Fabric", "Network", "Part", "Replayed", "Slice", "exchange_part", "install", "statement",

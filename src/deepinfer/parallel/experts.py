@@ -27,8 +27,8 @@ from deepinfer.kernels.grouping import group as group_choices
 from deepinfer.kernels.linear import DenseWeight
 from deepinfer.kernels.ops import Ops
 from deepinfer.kernels.quantize import act8, decode_e4m3, decode_ue8m0, repeat_groups
-from deepinfer.parallel.balance import Placement, initial_placement
 from deepinfer.parallel.comm import Group, Waitable
+from deepinfer.parallel.placement import Placement, initial_placement
 
 __all__ = [
     "BackEnd",

@@ -30,11 +30,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.errors import DeepInferError
-from deepinfer.parallel.balance import LoadWindow, Placement, initial_placement
+from deepinfer.parallel.balance import LoadWindow
 from deepinfer.parallel.comm import Group, Waitable
 from deepinfer.parallel.experts import LayerExperts
 from deepinfer.parallel.migrate import Stage, apply_stage
 from deepinfer.parallel.moves import Moves, plan_all
+from deepinfer.parallel.placement import Placement, initial_placement
 
 __all__ = ["BalancedLayer", "LiveBalancer"]
 

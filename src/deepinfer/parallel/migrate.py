@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.errors import ConfigError
-from deepinfer.parallel.balance import Placement
+from deepinfer.parallel.placement import Placement
 
 __all__ = ["Migration", "Move", "Stage", "apply_stage", "assign", "plan_migration", "relabel"]
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from deepinfer.errors import DeepInferError
-from deepinfer.parallel.balance import LoadWindow, Placement, adapt, judge, plan_by_steps, refine
+from deepinfer.parallel.balance import LoadWindow, adapt, judge, plan_by_steps, refine
 from deepinfer.parallel.migrate import Migration, Stage, plan_migration, relabel
+from deepinfer.parallel.placement import Placement
 
 __all__ = ["Moves", "plan_all", "plan_moves"]
 

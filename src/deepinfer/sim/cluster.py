@@ -16,18 +16,9 @@ from numpy.typing import NDArray
 
 from deepinfer.config.mesh import num_slots
 from deepinfer.engine.speculation import CostCurve
-from deepinfer.parallel.balance import (
-    LoadWindow,
-    Placement,
-    adapt,
-    balancedness,
-    initial_placement,
-    judge,
-    logical_counts,
-    plan_by_steps,
-    plan_by_totals,
-)
+from deepinfer.parallel.balance import LoadWindow, adapt, judge, plan_by_steps, plan_by_totals
 from deepinfer.parallel.migrate import relabel
+from deepinfer.parallel.placement import Placement, balancedness, initial_placement, logical_counts
 from deepinfer.parallel.votes import Flag, Word, agree
 from deepinfer.sim.routing import Routing
 from deepinfer.sim.settings import Settings

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from deepinfer.config.mesh import num_slots
 from deepinfer.errors import ConfigError
-from deepinfer.parallel.balance import initial_placement
+from deepinfer.parallel.placement import initial_placement
 from deepinfer.sim.routing import Routing
 from deepinfer.sim.settings import Settings
 from deepinfer.sim.times import KEPT, Times

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer.parallel.balance import Placement
+from deepinfer.parallel.placement import Placement
 from deepinfer.sim.settings import Settings
 
 __all__ = ["EXACT_CELLS", "Routing", "skewed_logits"]
