@@ -37,6 +37,7 @@ STREAMS, WIDTH, OUTPUTS = 4, 5120, 24
 SLICES, TILE, LEAST = 20, 16, 4
 MOST_ROWS: Final = 8192  # of one launch
 MOST_TERMS: Final = 6  # besides the one that comes last
+SUMMED_ROWS: Final = 192  # up to here terms are added up on the way, else by a launch in front
 
 
 def groups(num_rows: int, processors: int) -> int:
@@ -146,7 +147,13 @@ def _run(
 ) -> Site:
     """Launch for as many rows at a time as the workspace holds."""
     routed = place = None
-    if isinstance(y, Terms) and y.place.shape[1] <= MOST_TERMS and y.routed.dtype == h.dtype:
+    few = h.shape[0] <= SUMMED_ROWS
+    if (
+        few
+        and isinstance(y, Terms)
+        and y.place.shape[1] <= MOST_TERMS
+        and y.routed.dtype == h.dtype
+    ):
         routed, place, y = y.routed.contiguous(), y.place.contiguous(), y.shared
     h, y, post, comb, pre = (x.contiguous() for x in (h, whole(y), post, comb, pre))
     streams, x, new_pre, new_post, new_comb = (torch.empty_like(t) for t in (h, y, pre, post, comb))
