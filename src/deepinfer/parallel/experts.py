@@ -388,8 +388,8 @@ class _Spread:
 
 
 class Exact(BackEnd):
-    """Exact counts: they travel first, then uneven pieces. Over gloo on a CPU (`gloo`), over NCCL
-    on GPUs (`nccl_exact`), where the host waits for the counts.
+    """Exact counts: they travel first, then uneven pieces; over gloo on a CPU, over NCCL on GPUs,
+    where the host waits for the counts.
     """
 
     def dispatch(self, x: Tensor, slots: Tensor, weight: Tensor, num_local: int) -> _Spread:
@@ -457,8 +457,8 @@ class _Slotted:
 
 
 class Fixed(BackEnd):
-    """Equal pieces of so many rows that all fit (`nccl_fixed`): no counts travel, and shapes
-    depend on `begin` alone.
+    """Equal pieces of so many rows that all fit: no counts travel, and shapes depend on `begin`
+    alone.
 
     factor  0 makes the capacity the rows of the fullest rank, which nothing exceeds. Above, it is
             that many times what even routing sends to a rank; then the fullest pair is agreed on in
@@ -521,7 +521,7 @@ class _All:
 
 
 class Gathered(BackEnd):
-    """All rows to all ranks, and a sum over ranks of rows of which one rank has each (`ag_rs`).
+    """All rows to all ranks, and a sum over ranks of rows of which one rank has each.
 
     The sum adds bit patterns as integers: all but one are zero, so it is exact.
     """
@@ -548,8 +548,9 @@ class RowShape:
     """What back ends with buffers of their own have to know.
 
     capacity  most rows of a rank in a step
-    columns   of a row, of `dtype`; active: most choices of a row; experts: most of a layer, copies
-              included
+    columns   values of a row, of `dtype`
+    active    most choices of a row
+    experts   most of a layer, copies included
     """
 
     capacity: int
