@@ -52,6 +52,20 @@ def test_prefill_on_packed_entries(
     assert packed
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_prompts_on_a_card_have_the_logits_of_prompts_on_a_cpu(
+    packed: bool, pair_of: Callable[[str, Numerics], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is traced: what a card does only then. Candidates are filtered."""
+    pair, built = pair_of("alpha", "official"), inputs.build_inputs
+    want = new_session(pair, 32, 300).prefill(pair.ids[:300], 150)
+    monkeypatch.setattr(
+        session, "build_inputs", lambda *given: dataclasses.replace(built(*given), paged=True)
+    )
+    monkeypatch.setattr(attention, "_reads_packed", lambda step, cache: packed)
+    assert want.equal(new_session(pair, 32, 300).prefill(pair.ids[:300], 150))
+
+
 def test_kernels_of_the_release_and_of_short_entries_read_packed_ones() -> None:
     assert reads_packed("cuda", 64, 512, True) and reads_packed("cuda whole", 64, 512, True)
     assert not reads_packed("triton", 64, 512, True)

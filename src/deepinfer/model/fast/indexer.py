@@ -156,9 +156,9 @@ def _choose_paged(step: Step, layer: LayerConfig, q: Tensor, head_weight: Tensor
 
 
 def _keep_columns(step: Step, layer: LayerConfig, found: Tensor, blocks: Tensor) -> None:
-    """Keep the best columns [T, K] of candidate blocks: as what attention reads, in one step."""
+    """Keep the best columns [T, K] of candidate blocks: in decode, as what attention reads."""
     size, inputs = step.config.candidate_block_size, step.inputs
-    if step.trace is not None or layer.kv_source is None:
+    if step.trace is not None or layer.kv_source is None or not inputs.decode:
         _keep(step, layer, block_entries(found, blocks, size))
         return
     ratio = inputs.ratios[step.config.layers[layer.kv_source].ratio]
