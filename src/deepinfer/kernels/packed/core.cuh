@@ -257,10 +257,10 @@ struct Kernel {
         const uint4 q = load16(at + t * 16);
         const u32 s = load4(at + CODES + (warp * 8 + g) * 4);
         u32* to = a + half * 8;
-        fp4_to_fp8(q.x, s & 255, to[0], to[2]);
-        fp4_to_fp8(q.y, (s >> 16) & 255, to[1], to[3]);
-        fp4_to_fp8(q.z, (s >> 8) & 255, to[4], to[6]);
-        fp4_to_fp8(q.w, s >> 24, to[5], to[7]);
+        fp4_to_fp8(q.x, byte_of<0>(s), to[0], to[2]);
+        fp4_to_fp8(q.y, byte_of<2>(s), to[1], to[3]);
+        fp4_to_fp8(q.z, byte_of<1>(s), to[4], to[6]);
+        fp4_to_fp8(q.w, byte_of<3>(s), to[5], to[7]);
       }
     } else {
       const uint4 q = load16(block + t * 16);
@@ -268,8 +268,8 @@ struct Kernel {
       const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
-        const u32 upper = (group ? (s >> 8) & 255 : s & 255) * 0x00800080u;
-        const u32 lower = (group ? s >> 24 : (s >> 16) & 255) * 0x00800080u;
+        const u32 upper = (group ? byte_of<1>(s) : byte_of<0>(s)) * 0x00800080u;
+        const u32 lower = (group ? byte_of<3>(s) : byte_of<2>(s)) * 0x00800080u;
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           u32 pair[4];
@@ -564,13 +564,13 @@ struct Kernel {
     u32 full, empty, slots;
   };
 
-  // Prepare shared memory, wait for the kernel before, count tiles of tokens and rows before each expert.
+  // Prepare shared memory, wait for the kernel before, count the tiles and rows before each expert.
   static __device__ Room begin(const Args& a) {
     Room r;
     r.tokens = ring_memory();
     r.weights = r.tokens + STAGES * TOKEN_BYTES;
     r.staging = r.weights + STAGES * WEIGHT_BYTES;
-    unsigned char* bars = r.staging + GROUPS * (CHUNK * 128 + SCALES) + 16;  // behind the decoder's constant
+    unsigned char* bars = r.staging + GROUPS * (CHUNK * 128 + SCALES) + 16;  // behind a constant
     r.full = address(bars), r.empty = r.full + 8 * STAGES, r.slots = r.full + 16 * STAGES;
     r.first = reinterpret_cast<int*>(bars + 20 * STAGES);
     int* first = r.first;

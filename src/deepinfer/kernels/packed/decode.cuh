@@ -34,12 +34,35 @@ __host__ __device__ inline u32 pick(u32 word, u32 mask, u32 bits) {
 #endif
 }
 
+// Integer dot products run beside bit operations, which bound decoding: the upper half of a word, ...
+__host__ __device__ inline u32 upper_half(u32 word) {
+#ifdef __CUDA_ARCH__
+  u32 out;
+  asm("dp2a.lo.u32.u32 %0, %1, 256, 0;" : "=r"(out) : "r"(word));
+  return out;
+#else
+  return word >> 16;
+#endif
+}
+
+// ... and one of its bytes.
+template <int I>
+__host__ __device__ inline u32 byte_of(u32 word) {
+#ifdef __CUDA_ARCH__
+  u32 out;
+  asm("dp4a.u32.u32 %0, %1, %2, 0;" : "=r"(out) : "r"(word), "n"(1 << (8 * I)));
+  return out;
+#else
+  return word >> (8 * I) & 255;
+#endif
+}
+
 __host__ __device__ inline void fp4_to_fp8(u32 word, u32 step, u32& first, u32& second) {
   const u32 low = 0x14100800u + step * 0x01010100u;
   const u32 high = 0x24201C18u + step * 0x01010101u;
   const u32 magnitude = word & 0x77777777u;
   first = pick(word, 0x80808080u, permute(low, high, magnitude));
-  second = pick(word << 4, 0x80808080u, permute(low, high, magnitude >> 16));
+  second = pick(word << 4, 0x80808080u, permute(low, high, upper_half(magnitude)));
 }
 
 // 8 e2m1 values -> 4 pairs of bf16, times 2^-126. word: nibbles 2i and 2i + 1 of its 16-bit halves
@@ -51,9 +74,9 @@ __host__ __device__ inline void fp4_to_pairs(u32 word, u32 low, u32 out[4]) {
   const u32 first = pick(word, 0x33333333u, 0x40404040u);
   const u32 second = pick(word >> 2, 0x33333333u, 0x40404040u);
   out[0] = permute(low, high, first);
-  out[1] = permute(low, high, first >> 16);
+  out[1] = permute(low, high, upper_half(first));
   out[2] = permute(low, high, second);
-  out[3] = permute(low, high, second >> 16);
+  out[3] = permute(low, high, upper_half(second));
 }
 
 // 4 e4m3 codes -> 2 pairs of bf16, times 2^-120. A half of the word holds a code of the first pair, its

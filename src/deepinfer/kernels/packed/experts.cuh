@@ -35,7 +35,8 @@ struct Experts {
   using Room = typename K::Room;
   static constexpr int WARPS = 4 * K::GROUPS;
   static constexpr int ALL = K::GROUPS + 1;  // a barrier of all consumers
-  static constexpr int BATCH = 9;  // loads of a gated row at a time
+  // Pieces of a gated row that a thread asks for at a time.
+  static constexpr int BATCH = K::GROUPS == 4 && K::TOKENS == 64 ? 5 : 9;
 
   // Boxes in steps of 8 rows up to a whole tile, each tile by the least that holds its rows.
   static constexpr __host__ __device__ int height(int i) {
