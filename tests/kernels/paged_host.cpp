@@ -3,9 +3,9 @@
 
 namespace {
 
-template <int SHARES, bool CUT = false, bool LOOSE = false, bool TURNED = false>
+template <int SHARES, bool CUT = false, bool TURNED = false>
 void run(const CUtensorMap& map, const CUtensorMap& out_map, const Params& p, int grid) {
-  for (int first = 0; first < grid; first += SHARES) {  // a cluster at a time
+  for (int first = 0; first < grid; first += SHARES) {  // the blocks of a row at a time
     host::barriers.clear();
     host::adders.clear();
     host::groups.clear();
@@ -14,11 +14,8 @@ void run(const CUtensorMap& map, const CUtensorMap& out_map, const Params& p, in
       host::block().id.x = first + rank;
       host::grid_size.x = grid;
       walk<SHARES, CUT, TURNED>(&map, &out_map, p, 0);
-      if (LOOSE) {
+      if (SHARES > 1) {
         pass_on<SHARES>(p, 0, rank);
-        combine<SHARES, true>(p, 0, rank, first / SHARES);
-      } else if (SHARES > 1) {
-        cluster_sync();
         combine<SHARES>(p, 0, rank, first / SHARES);
       }
     });
@@ -40,18 +37,17 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
   std::vector<uint32_t> flags(blocks * PASSED);
   const Params p = params(window, window_idx, main, main_idx, sink, out, rows, window_slots,
                           main_slots, window_entries, window_block, main_entries, main_block, scale,
-                          shares > 0 ? nullptr : parts.data(), flags.data(), cos, sin);
+                          shares == 1 ? nullptr : parts.data(), flags.data(), cos, sin);
   const int few = rows < processors ? rows : processors;
   if (shares == 0 && !cos) run<1, true>(map, to, p, processors);
-  if (shares == 0 && cos) run<1, true, false, true>(map, to, p, processors);
+  if (shares == 0 && cos) run<1, true, true>(map, to, p, processors);
   if (shares == 1 && !cos) run<1>(map, to, p, few);
-  if (shares == 1 && cos) run<1, false, false, true>(map, to, p, few);
+  if (shares == 1 && cos) run<1, false, true>(map, to, p, few);
   if (shares == 2) run<2>(map, to, p, 2 * rows);
   if (shares == 3) run<3>(map, to, p, 3 * rows);
   if (shares == 4) run<4>(map, to, p, 4 * rows);
-  if (shares == -4) run<4, false, true>(map, to, p, 4 * rows);
-  if (shares == -5) run<5, false, true>(map, to, p, 5 * rows);
-  if (shares == -10) run<10, false, true>(map, to, p, 10 * rows);
+  if (shares == 5) run<5>(map, to, p, 5 * rows);
+  if (shares == 10) run<10>(map, to, p, 10 * rows);
   for (uint32_t flag : flags)
     if (flag) return 1;
   return 0;

@@ -33,7 +33,6 @@ struct Barrier {
 inline std::map<std::pair<Block*, uint32_t>, Barrier> barriers;
 inline std::map<Block*, Gate> adders;
 inline std::map<std::pair<Block*, int>, Gate> groups;
-inline Gate cluster;
 
 inline Barrier& barrier(uint32_t at) {
   const auto found = barriers.find({&block(), at});
@@ -116,7 +115,9 @@ inline void store_box(const CUtensorMap* map, int column, int row, uint32_t from
                       piece * 8,
                   host::at(from + r * 128 + ((piece ^ r % 8) << 4)), 16);
 }
-inline void stores_read() {}
+inline void stores_commit() {}
+template <int LEFT>
+void stores_read() {}
 inline void store_passed(float* to, float4 x) { std::memcpy(to, &x, 16); }
 inline float4 load_passed(const float* from) {
   float4 x;
@@ -214,21 +215,6 @@ template <int N>
 void registers_down() {}
 template <int N>
 void registers_up() {}
-inline void cluster_sync() {
-  host::wait(host::cluster, static_cast<int>(host::fibers.size()));
-}
-inline uint32_t peer(uint32_t at, int rank) { return at + (static_cast<uint32_t>(rank) << 24); }
-inline float peer_float(uint32_t at) {
-  const auto& shared = host::blocks[at >> 24].shared;
-  const auto base = reinterpret_cast<uintptr_t>(shared.data());
-  float x;
-  std::memcpy(&x, shared.data() + (1024 - base % 1024) % 1024 + (at & 0xFFFFFF), 4);
-  return x;
-}
-inline uint4 peer_words(uint32_t at) {
-  const auto word = [&](uint32_t i) { return __float_as_uint(peer_float(at + 4 * i)); };
-  return {word(0), word(1), word(2), word(3)};
-}
 inline float low16(uint32_t x) {
   _Float16 h;
   std::memcpy(&h, &x, 2);

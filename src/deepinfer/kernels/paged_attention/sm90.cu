@@ -1,6 +1,6 @@
 // Sparse attention over packed cache entries, SM90a.
 //
-// One CTA takes a row of 64 heads x 512 dims (or a share of its slots: a cluster then takes the row)
+// One CTA takes a row of 64 heads x 512 dims (or a share of its slots: several then take the row)
 // and walks its slots in tiles of 64. Its warps have roles:
 //   8 decode   turn packed entries, read a tile ahead into registers, into bf16 in one of two key
 //              buffers
@@ -35,15 +35,16 @@ constexpr int STEPS = TILE / 2 / DECODERS;  // of a decoder in a tile, two keys 
 
 constexpr uint32_t Q_AT = 0, K_AT = 65536, KEYS = 65536, P_AT = K_AT + 2 * KEYS;
 constexpr uint32_t MISC_AT = P_AT + 8192;
-constexpr uint32_t Q_FULL = MISC_AT, Q_EMPTY = MISC_AT + 8, P_FULL = MISC_AT + 16;
-constexpr uint32_t K_FULL = MISC_AT + 24;
-constexpr uint32_t K_EMPTY = MISC_AT + 40;  // by buffer and half of its keys
+constexpr uint32_t Q_FULL = MISC_AT, Q_EMPTY = MISC_AT + 8;
+constexpr uint32_t P_FULL = MISC_AT + 16, P_EMPTY = MISC_AT + 24;
+constexpr uint32_t K_FULL = MISC_AT + 32;
+constexpr uint32_t K_EMPTY = MISC_AT + 48;  // by buffer and half of its keys
 constexpr uint32_t VALID = MISC_AT + 80;  // by buffer and decoder, a byte each
 constexpr uint32_t FADE = MISC_AT + 512, INVERSE = MISC_AT + 1024;  // of two tiles, two rows
 constexpr uint32_t SHRINK = INVERSE;  // of shares, by group and row
 constexpr uint32_t PEAK = MISC_AT + 1536, TOTAL = MISC_AT + 1792;
-constexpr uint32_t TURN = MISC_AT + 2048;  // of two rows, 32 cosines and sines each
-constexpr uint32_t SMEM = TURN + 512;
+constexpr uint32_t TURN = MISC_AT + 2048;  // of three rows, 32 cosines and sines each
+constexpr uint32_t SMEM = TURN + 768;
 static_assert(SMEM <= 232448, "shared memory");
 
 struct Params {
@@ -109,7 +110,6 @@ DEVICE void decode_window(uint2 codes, uint32_t scale, uint32_t (&out)[4]) {
 
 // A tile of 128-byte rows in groups of 8; `lead` and `stride` are the descriptor's two offsets in bytes.
 DEVICE uint2 describe(uint32_t at, uint32_t lead, uint32_t stride) {
-    // Without the bits that name a block of a cluster.
     return make_uint2((lead >> 4) << 16 | (at & 0x3FFFF) >> 4, 1u << 30 | stride >> 4);
 }
 
@@ -422,8 +422,8 @@ DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int wa
         wait(smem + Q_FULL, row_turn);
         if (turns) {
             if (warp == 0 && lane < 8) {  // kept for the results
-                store_floats(smem + TURN + row_turn * 256 + lane * 16, cos);
-                store_floats(smem + TURN + row_turn * 256 + 128 + lane * 16, sin);
+                store_floats(smem + TURN + n % 3 * 256 + lane * 16, cos);
+                store_floats(smem + TURN + n % 3 * 256 + 128 + lane * 16, sin);
             }
             turn_box(smem + Q_AT + 7 * 8192 + warp * 2048, lane, cos, sin);
             fence_async();
@@ -496,8 +496,7 @@ DEVICE void score(const Params& p, const CUtensorMap* map, uint32_t smem, int wa
             }
             total0 = total0 * fade0 + sum0;
             total1 = total1 * fade1 + sum1;
-            // Both groups have read the weights before when they gave the keys before back.
-            if (turn > 0) wait(smem + K_EMPTY + (buffer ^ 1) * 16 + 8, ((turn - 1) >> 1) & 1);
+            if (turn > 0) wait(smem + P_EMPTY, (turn - 1) & 1);
             {
                 const uint32_t line = smem + P_AT + head * 128 + quad * 4;
 #pragma unroll
@@ -628,6 +627,7 @@ DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int 
                 release<1>(smem, buffer, 0, lane == 0);
                 release<0>(smem, buffer, 1, lane == 0);
             }
+            if (lane == 0) arrive(smem + P_EMPTY);
             hold(out[0]), hold(out[1]);
         }
         if (CUT && piece.left) {
@@ -658,7 +658,7 @@ DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int 
                 }
                 if (TURNED) {
                     if (c >= 6 && group) {
-                        const uint32_t turn = smem + TURN + row_turn * 256 + (c - 6) * 64 + quad * 4;
+                        const uint32_t turn = smem + TURN + n % 3 * 256 + (c - 6) * 64 + quad * 4;
 #pragma unroll
                         for (int j = 0; j < 4; j++) {
                             const float cos = loadf(turn + j * 16), sin = -loadf(turn + 128 + j * 16);
@@ -675,22 +675,24 @@ DEVICE void add(const Params& p, const CUtensorMap* out_map, uint32_t smem, int 
                     store32(at_j, low[j]);
                     store32(at_j + 1024, high[j]);
                 }
+                if (c % 4 < 3) continue;
+                fence_async();  // half of the row, where half of the keys were
+                __syncwarp();
+                if (lane == 0) {
+                    for (int i = c / 2 - 1; i <= c / 2; i++)
+                        store_box(out_map, group * 256 + i * 64, row * HEADS + warp * 16, mine + i * 16384);
+                    stores_commit();
+                }
             }
-            fence_async();
-            __syncwarp();
             if (lane == 0) {
-#pragma unroll
-                for (int c = 0; c < 4; c++)
-                    store_box(out_map, group * 256 + c * 64, row * HEADS + warp * 16,
-                              mine + c * 16384);
-                stores_read();
+                stores_read<1>();
                 arrive(smem + K_EMPTY + buffer * 16);
+                stores_read<0>();
                 arrive(smem + K_EMPTY + buffer * 16 + 8);
             }
             __syncwarp();
         } else {
-            // Sums of this share in 16 bits, relative to the row's largest: clusters exchange few bytes
-            // a cycle. They lie where the keys were, groups of 8 swizzled by head.
+            // Sums of this share in 16 bits, relative to the row's largest. They lie where the keys were, groups of 8 swizzled by head.
             float top0 = 0.0f, top1 = 0.0f;
 #pragma unroll
             for (int i = 0; i < 2; i++)
@@ -750,47 +752,32 @@ DEVICE void pass_on(const Params& p, uint32_t smem, int rank) {
     __syncthreads();
 }
 
-template <int SHARES, bool LOOSE>
-struct Shares {  // of a row, as the block of a rank sees them
-    const Params& p;
-    const uint32_t smem;
-    const int rank;
-
-    DEVICE const float* passed_by(int s) const {
-        return p.parts + (long long)(blockIdx.x - rank + s) * PART;
-    }
-    DEVICE uint4 sums(int item, int s) const {
-        if (!LOOSE) return peer_words(peer(sums_at(smem, item), s));
-        const float4 x = s == rank ? load_floats(sums_at(smem, item)) : load_passed(passed_by(s) + item * 4);
-        return make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z),
-                          __float_as_uint(x.w));
-    }
-    DEVICE float value(uint32_t at, int passed, int s) const {  // in shared memory, or as passed
-        if (!LOOSE) return peer_float(peer(smem + at, s));
-        return s == rank ? loadf(smem + at) : load_passed_one(passed_by(s) + ITEMS * 4 + passed);
-    }
-};
-
 // Each block of a row adds the shares of some of the sums.
-template <int SHARES, bool LOOSE = false>
+template <int SHARES>
 DEVICE void combine(const Params& p, uint32_t smem, int rank, int row) {
     constexpr int STRIDE = SHARES * THREADS, EACH = (ITEMS + STRIDE - 1) / STRIDE;
-    const Shares<SHARES, LOOSE> shares{p, smem, rank};
+    const float* passed = p.parts + (long long)(blockIdx.x - rank) * PART;
     const int first = rank * THREADS + threadIdx.x;
-    uint4 x[EACH][SHARES];
+    float4 x[EACH][SHARES];
 #pragma unroll
     for (int e = 0; e < EACH; e++)
 #pragma unroll
-        for (int s = 0; s < SHARES; s++)
-            if (first + e * STRIDE < ITEMS) x[e][s] = shares.sums(first + e * STRIDE, s);
+        for (int s = 0; s < SHARES; s++) {
+            const int i = first + e * STRIDE;
+            if (i >= ITEMS) break;
+            x[e][s] = s == rank ? load_floats(sums_at(smem, i)) : load_passed(passed + s * PART + i * 4);
+        }
     if (threadIdx.x < 2 * HEADS) {  // what the shares of half a head are multiplied with
         const int head = threadIdx.x / 2, group = threadIdx.x % 2;
         float peaks[SHARES], totals[SHARES], shrinks[SHARES];
 #pragma unroll
         for (int s = 0; s < SHARES; s++) {
-            peaks[s] = shares.value(PEAK + head * 4, head, s);
-            totals[s] = shares.value(TOTAL + head * 4, HEADS + head, s);
-            shrinks[s] = shares.value(SHRINK + group * 256 + head * 4, (2 + group) * HEADS + head, s);
+            const float* from = passed + s * PART + ITEMS * 4 + head;
+            const bool own = s == rank;
+            peaks[s] = own ? loadf(smem + PEAK + head * 4) : load_passed_one(from);
+            totals[s] = own ? loadf(smem + TOTAL + head * 4) : load_passed_one(from + HEADS);
+            shrinks[s] = own ? loadf(smem + SHRINK + group * 256 + head * 4)
+                             : load_passed_one(from + (2 + group) * HEADS);
         }
         float peak = peaks[0], total = 0.0f;
 #pragma unroll
@@ -815,11 +802,11 @@ DEVICE void combine(const Params& p, uint32_t smem, int rank, int row) {
 #pragma unroll
         for (int s = 0; s < SHARES; s++) {
             const float factor = loadf(at + s * 4);
-            const uint32_t words[4] = {x[e][s].x, x[e][s].y, x[e][s].z, x[e][s].w};
+            const float words[4] = {x[e][s].x, x[e][s].y, x[e][s].z, x[e][s].w};
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                sum[2 * k] += factor * low16(words[k]);
-                sum[2 * k + 1] += factor * high16(words[k]);
+                sum[2 * k] += factor * low16(__float_as_uint(words[k]));
+                sum[2 * k + 1] += factor * high16(__float_as_uint(words[k]));
             }
         }
         Eight y;
@@ -845,6 +832,7 @@ DEVICE void walk(const CUtensorMap* map, const CUtensorMap* out_map, const Param
         init_barrier(smem + Q_FULL, SCORERS);
         init_barrier(smem + Q_EMPTY, SCORERS);
         init_barrier(smem + P_FULL, SCORERS);
+        init_barrier(smem + P_EMPTY, ADDERS);
         for (int i = 0; i < 2; i++) init_barrier(smem + K_FULL + i * 8, DECODERS);
         for (int i = 0; i < 4; i++) init_barrier(smem + K_EMPTY + i * 8, ADDERS);
         barriers_made();
@@ -912,7 +900,7 @@ Params params(const void* window, const void* window_idx, const void* main, cons
 
 namespace {
 
-template <int SHARES, bool CUT = false, bool LOOSE = false, bool TURNED = false>
+template <int SHARES, bool CUT = false, bool TURNED = false>
 __global__ void __launch_bounds__(THREADS, 1)
     attend(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap out_map,
            const __grid_constant__ Params p) {
@@ -920,13 +908,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     const uint32_t smem = uint32_t(__cvta_generic_to_shared(shared));
     if (smem % 1024) __trap();
     walk<SHARES, CUT, TURNED>(&map, &out_map, p, smem);
-    if constexpr (LOOSE) {
+    if constexpr (SHARES > 1) {
         pass_on<SHARES>(p, smem, blockIdx.x % SHARES);
-        combine<SHARES, true>(p, smem, blockIdx.x % SHARES, blockIdx.x / SHARES);
-    } else if constexpr (SHARES > 1) {
-        cluster_sync();
         combine<SHARES>(p, smem, blockIdx.x % SHARES, blockIdx.x / SHARES);
-        cluster_sync();  // a peer may still read this CTA's shared memory
     }
 }
 
@@ -935,53 +919,21 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-// The launch of so many blocks; its attributes live as long as this.
-template <int SHARES, bool CUT = false, bool LOOSE = false, bool TURNED = false>
-struct Launch {
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attributes[2];  // early, and in clusters
-    cudaError_t ready;
-
-    Launch(int grid, cudaStream_t stream) {
-        ready = cudaFuncSetAttribute(attend<SHARES, CUT, LOOSE, TURNED>, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM);
-        config.gridDim = dim3(grid);
-        config.blockDim = dim3(THREADS);
-        config.dynamicSmemBytes = SMEM;
-        config.stream = stream;
-        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[0].val.programmaticStreamSerializationAllowed = 1;
-        attributes[1].id = cudaLaunchAttributeClusterDimension;
-        attributes[1].val.clusterDim = {SHARES, 1, 1};
-        config.attrs = attributes;
-        config.numAttrs = SHARES > 1 && !LOOSE ? 2 : 1;
-    }
-};
-
-template <int SHARES, bool CUT = false, bool LOOSE = false, bool TURNED = false>
+template <int SHARES, bool CUT = false, bool TURNED = false>
 cudaError_t start(const CUtensorMap& map, const CUtensorMap& out_map, const Params& p, int grid,
                   cudaStream_t stream) {
-    Launch<SHARES, CUT, LOOSE, TURNED> launch(grid, stream);
-    if (launch.ready != cudaSuccess) return launch.ready;
-    return cudaLaunchKernelEx(&launch.config, attend<SHARES, CUT, LOOSE, TURNED>, map, out_map, p);
-}
-
-template <int SHARES>
-int fitting() {
-    Launch<SHARES> launch(SHARES, nullptr);
-    launch.config.attrs = launch.attributes + 1;  // the cluster's alone
-    launch.config.numAttrs = 1;
-    int count = 0;
-    if (launch.ready == cudaSuccess)
-        cudaOccupancyMaxActiveClusters(&count, attend<SHARES>, &launch.config);
-    return count;
+    const auto kernel = attend<SHARES, CUT, TURNED>;
+    const auto ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM);
+    if (ready != cudaSuccess) return ready;
+    return LAUNCH_NEXT(kernel, dim3(grid), dim3(THREADS), int(SMEM), stream, map, out_map, p);
 }
 
 }  // namespace
 
-// Returns a CUDA error code. Strides in bytes; `shares` CTAs take one row, 1 to 4. With room for `parts`
-// and `flags`, which are 0 and are left 0: one CTA a row takes an equal run of the tiles of all, and 4,
-// 5 or 10 meet there instead of in a cluster. `cos` and `sin` [rows, 32] turn queries, and results back,
-// which are rounded with ACT8 then.
+// Returns a CUDA error code. Strides in bytes; `shares` CTAs take one row. `parts` and `flags`, which are 0
+// and are left 0, have room for a CTA a processor: rows are cut with them so that all CTAs have like much,
+// and shares meet there. `cos` and `sin` [rows, 32] turn queries, and results back, which are rounded with
+// ACT8 then.
 extern "C" int paged_attention(void* q, const void* window, const void* window_idx, const void* main,
                                const void* main_idx, const void* sink, void* out, long long rows,
                                long long window_slots, long long main_slots, long long window_entries,
@@ -1015,30 +967,22 @@ extern "C" int paged_attention(void* q, const void* window, const void* window_i
         cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
         return count;
     }();
-    if (shares > 1 && parts) {  // all at once, or they would wait for each other
-        const int grid = p.rows * int(shares);
-        if (grid > processors) return cudaErrorInvalidValue;
-        if (shares == 4) return start<4, false, true>(map, out_map, p, grid, s);
-        if (shares == 5) return start<5, false, true>(map, out_map, p, grid, s);
-        if (shares == 10) return start<10, false, true>(map, out_map, p, grid, s);
-    }
     if (shares == 1) {
         const int grid = p.rows < processors ? p.rows : processors;
         const bool cut = parts && p.rows >= processors;
-        return cut ? p.cos ? start<1, true, false, true>(map, out_map, p, grid, s)
+        return cut ? p.cos ? start<1, true, true>(map, out_map, p, grid, s)
                            : start<1, true>(map, out_map, p, grid, s)
-               : p.cos ? start<1, false, false, true>(map, out_map, p, grid, s)
+               : p.cos ? start<1, false, true>(map, out_map, p, grid, s)
                        : start<1>(map, out_map, p, grid, s);
     }
-    if (shares == 2) return start<2>(map, out_map, p, p.rows * 2, s);
-    if (shares == 3) return start<3>(map, out_map, p, p.rows * 3, s);
-    if (shares == 4) return start<4>(map, out_map, p, p.rows * 4, s);
+    const int grid = p.rows * int(shares);
+    if (!parts || grid > processors) return cudaErrorInvalidValue;  // CTAs would wait for each other
+    if (shares == 2) return start<2>(map, out_map, p, grid, s);
+    if (shares == 3) return start<3>(map, out_map, p, grid, s);
+    if (shares == 4) return start<4>(map, out_map, p, grid, s);
+    if (shares == 5) return start<5>(map, out_map, p, grid, s);
+    if (shares == 10) return start<10>(map, out_map, p, grid, s);
     return cudaErrorInvalidValue;
-}
-
-// Rows that the device takes at once with so many CTAs a row.
-extern "C" int paged_attention_rows(long long shares) {
-    return shares == 2 ? fitting<2>() : shares == 3 ? fitting<3>() : fitting<4>();
 }
 
 #endif

@@ -85,8 +85,11 @@ DEVICE void store_box(const CUtensorMap* map, int column, int row, uint32_t from
                  : "memory");
 }
 
-DEVICE void stores_read() {  // what the stores take from shared memory may be overwritten
-    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+template <int LEFT>
+DEVICE void stores_read() {  // what all stores but LEFT groups take may be overwritten
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
 
 DEVICE void store_passed(float* to, float4 x) { __stcg(reinterpret_cast<float4*>(to), x); }
@@ -268,27 +271,6 @@ DEVICE void registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-DEVICE uint32_t peer(uint32_t at, int rank) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    return there;
-}
-
-DEVICE float peer_float(uint32_t at) {
-    float x;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-    return x;
-}
-
-DEVICE uint4 peer_words(uint32_t at) {
-    uint4 x;
-    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(at)
-                 : "memory");
-    return x;
-}
-
 DEVICE uint32_t pair16(float low, float high) {  // to fp16, rounded to even
     uint32_t x;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
@@ -305,10 +287,5 @@ DEVICE float high16(uint32_t x) {
     float y;
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(y) : "r"(x));
     return y;
-}
-
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
 }
 

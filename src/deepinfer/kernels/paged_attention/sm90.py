@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Sequence
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -28,7 +25,7 @@ _ROW_TILES: Final = 2  # what beginning and ending a row costs, in tiles
 _MEETING_TILES: Final = 1  # what it costs blocks to add their shares of a row
 _PASSING_TILES: Final = 2  # what it costs a block to pass on half a row and to take one over
 _WORTH: Final = 1.03  # what runs must gain
-_LOOSE: Final = (4, 5, 10)  # shares that may meet in memory, which needs no room for clusters
+_SHARES: Final = (2, 3, 4, 5, 10)  # blocks that may take a row together
 PART: Final = 33280  # floats that a block passes on: sums and maxima
 FLAGS: Final = 12  # one for each of those warps
 _ROOM: dict[int, tuple[Tensor, Tensor]] = {}  # by device; launches of one follow each other
@@ -48,12 +45,13 @@ def paged_attention(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     quantize: QuantFormat | None = None,
-    shares: int = 0,
+    *,
+    whole: bool = False,
 ) -> Tensor:
     """As the reference, but for where weights round; other dims and formats take Triton.
 
-    shares  blocks of threads that take a row; 0 = by the number of rows, so that a row's bits
-            depend on its batch
+    whole  one block of threads a row; else few rows are split, so that a row's bits depend on its
+           batch
     """
     packed, turn = accepts(q, window, main, main_idx, round_weights), None
     out: Tensor
@@ -62,7 +60,7 @@ def paged_attention(
         if not (packed and turns(cos, sin, quantize)):
             rotate = import_module("deepinfer.kernels.rope.sm90").rotate_tail
             q, caches = rotate(q, cos, sin, reuse=True), (window, window_idx, main, main_idx)
-            out = paged_attention(q, *caches, sink, scale, round_weights, shares=shares)
+            out = paged_attention(q, *caches, sink, scale, round_weights, whole=whole)
             return rotate(out, cos, sin, True, True, quantize)  # type: ignore[no-any-return]
     if not packed:
         portable = import_module("deepinfer.kernels.paged_attention.triton").paged_attention
@@ -70,8 +68,7 @@ def paged_attention(
         return out
     tiles = math.ceil(window_idx.shape[1] / _TILE)
     tiles += 0 if main_idx is None else math.ceil(main_idx.shape[1] / _TILE)
-    at_once = _rows_at_once(q.device.index)
-    shares, passing = plan(q.shape[0], tiles, at_once[:shares] if shares else at_once)
+    shares, passing = plan(q.shape[0], tiles, nvcc.processors(q.device), whole)
     return attend(
         q, window, window_idx, main, main_idx, sink, scale, shares, passing=passing, turn=turn
     )  # fmt: skip
@@ -111,24 +108,20 @@ def _packed(cache: PagedCache, form: str) -> bool:
     )
 
 
-def plan(num_rows: int, tiles: int, at_once: Sequence[int]) -> tuple[int, bool]:
+def plan(num_rows: int, tiles: int, processors: int, whole: bool = False) -> tuple[int, bool]:
     """Return how many blocks of threads take a row, and whether blocks pass sums on in memory.
 
-    at_once  rows that the card takes at a time with 1, 2, ... blocks a row
     One block a row passes on the rest of a row where rows are cut into equal runs, with the bits of
-    whole rows; more do so instead of a cluster, where the card takes all of them at once.
+    whole rows; more wait for each other, so the card must take all of them at once.
     """
 
     def round_of(shares: int) -> int:
         return _ROW_TILES + math.ceil(tiles / shares) + (_MEETING_TILES if shares > 1 else 0)
 
-    options: list[tuple[float, int, bool]] = [
-        (math.ceil(num_rows / max(1, fitting)) * round_of(shares), shares, False)
-        for shares, fitting in enumerate(at_once, 1)
-    ]
-    if len(at_once) > 1:
-        options += [(round_of(n), n, True) for n in _LOOSE if num_rows * n <= at_once[0]]
-    rows = num_rows / at_once[0]  # of a block
+    rows = num_rows / processors  # of a block
+    options: list[tuple[float, int, bool]] = [(math.ceil(rows) * round_of(1), 1, False)]
+    if not whole:
+        options += [(round_of(n), n, True) for n in _SHARES if num_rows * n <= processors]
     if rows > 1 and tiles:
         runs = rows * tiles + (rows + 1) * _ROW_TILES + _PASSING_TILES
         options.append((runs * _WORTH, 1, True))
@@ -149,15 +142,6 @@ def _room(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     return _ROOM[index]
 
 
-@cache
-def _rows_at_once(device: int | None) -> tuple[int, ...]:
-    with torch.cuda.device(device):
-        fitting = nvcc.load(SOURCE).paged_attention_rows
-        return nvcc.processors(device), *(
-            fitting(ctypes.c_longlong(shares)) for shares in (2, 3, 4)
-        )
-
-
 def attend(
     q: Tensor,
     window: PagedCache,
@@ -172,16 +156,15 @@ def attend(
     passing: bool = False,
     turn: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Run the kernel with `shares` blocks of threads a row, 1 to 4; each has its own bits.
+    """Run the kernel with `shares` blocks of threads a row; each number has its own bits.
 
-    passing  through memory: one block a row takes equal runs of tiles, with the bits of whole rows;
-             4, 5 or 10 meet there, with the bits of a cluster
+    passing  through memory: where shares meet, or one block a row takes equal runs of tiles
     turn     cosines and sines: queries are rotated on the way in, results back on the way out and
              rounded with ACT8
     """
     room = _room(q.device) if passing else (None, None)
     if room[0] is None:
-        shares = min(shares, 4)
+        shares = 1
     q = q.contiguous()
     out = torch.empty_like(q)
     other = main if main is not None and main_idx is not None else None

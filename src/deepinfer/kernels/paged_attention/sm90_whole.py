@@ -7,4 +7,4 @@ from typing import Final
 
 from deepinfer.kernels.paged_attention import sm90
 
-paged_attention: Final = partial(sm90.paged_attention, shares=1)
+paged_attention: Final = partial(sm90.paged_attention, whole=True)
