@@ -185,7 +185,7 @@ def test_larger_recordings_serve_until_they_have_wasted_a_recording() -> None:
     own = [wide._replace(propose=False), wide._replace(draws="draw"), wide._replace(rows=17)]
     own += [wide._replace(most_tokens=2048), wide._replace(sequences=8)]
     assert [cache.choose(other, other) for other in own] == own, "no recording serves these"
-    for _ in range(100):
+    for _ in range(700):
         step(key)
     assert cache.choose(key, wide) == key in cache._graphs and cache.num_recorded == 2
     assert step(less) == key, "of those that serve, the one of fewest rows"

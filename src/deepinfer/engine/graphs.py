@@ -13,11 +13,14 @@ __all__ = ["GraphCache", "Played", "StepKey", "bound_bucket", "draft_bucket", "r
 
 _log = logging.getLogger(__name__)
 
-_PAYS = 24.0
+_PAYS = 64.0
 """A recording takes as long as about so many steps: once as it is, once recorded."""
 
-_LEAST_WASTE = 0.1
+_LEAST_WASTE = 0.02
 """What a larger recording costs of a step that has as many rows."""
+
+_FIXED_ROWS = 64
+"""What a step takes whatever its rows are is about what so many rows take."""
 
 T = TypeVar("T")
 
@@ -166,7 +169,8 @@ class GraphCache(Generic[T]):
         if not served:
             return wide
         found = min(served, key=lambda k: (k.rows, k.most_tokens, k.sequences))
-        self._wasted[key] += max(_LEAST_WASTE, 1 - key.rows / found.rows)
+        waste = (found.rows - key.rows) / (found.rows + _FIXED_ROWS)
+        self._wasted[key] += max(_LEAST_WASTE, waste)
         return found
 
     def run(self, key: StepKey, work: Callable[[], T]) -> T:
