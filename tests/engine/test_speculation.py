@@ -14,17 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.bench.speculation import NODE_CURVE, Policy, simulate
+from deepinfer.engine.costs import CostCurve, load_curve, measure_curve, save_curve
 from deepinfer.engine.request import DraftCounts
-from deepinfer.engine.speculation import (
-    Choice,
-    CostCurve,
-    DraftPlanner,
-    SpeculationStats,
-    choose_rows,
-    load_curve,
-    measure_curve,
-    save_curve,
-)
+from deepinfer.engine.speculation import Choice, DraftPlanner, SpeculationStats, choose_rows
 
 FLAT = CostCurve((1, 1000), (1.0, 1.0))
 LINEAR = CostCurve((1, 1000), (1.0, 1000.0))

@@ -16,7 +16,8 @@ from deepinfer.bench.report import read
 from deepinfer.bench.simtimes import _LINEARS, measured_times
 from deepinfer.bench.simulation import STUDIES, interval
 from deepinfer.cli.main import main
-from deepinfer.engine.speculation import CostCurve, choose_rows
+from deepinfer.engine.costs import CostCurve
+from deepinfer.engine.speculation import choose_rows
 from deepinfer.errors import ConfigError
 from deepinfer.sim.cluster import Cluster, simulate
 from deepinfer.sim.events import bulk_us, event_us

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.engine.costs import CostCurve
 from deepinfer.engine.request import Completion, SamplingParams
-from deepinfer.engine.speculation import CostCurve
 from deepinfer.errors import ConfigError, DeepInferError
 from deepinfer.llm import LLM
 

@@ -12,7 +12,8 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer.engine.speculation import CostCurve, DraftPlanner
+from deepinfer.engine.costs import CostCurve
+from deepinfer.engine.speculation import DraftPlanner
 from deepinfer.sampling.noise import derive_seed
 
 __all__ = ["NODE_CURVE", "Outcome", "Policy", "simulate", "spelled", "sweep"]

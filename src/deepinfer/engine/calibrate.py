@@ -15,16 +15,11 @@ from torch import Tensor
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.load import cache_dir
+from deepinfer.engine.costs import CostCurve, load_curve, measure_curve, save_curve
 from deepinfer.engine.drafting import Drafter, confidence_temperatures
 from deepinfer.engine.graphs import Played
 from deepinfer.engine.runner import Runner
-from deepinfer.engine.speculation import (
-    CostCurve,
-    DraftPlanner,
-    load_curve,
-    measure_curve,
-    save_curve,
-)
+from deepinfer.engine.speculation import DraftPlanner
 from deepinfer.engine.state import SlotState
 from deepinfer.model.fast.inputs import ModelInputs, SequenceRows, build_inputs
 from deepinfer.model.fast.model import FastModel

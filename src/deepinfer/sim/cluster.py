@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.config.mesh import num_slots
-from deepinfer.engine.speculation import CostCurve
+from deepinfer.engine.costs import CostCurve
 from deepinfer.parallel.balance import LoadWindow, adapt, judge, plan_by_steps, plan_by_totals
 from deepinfer.parallel.migrate import relabel
 from deepinfer.parallel.placement import Placement, balancedness, initial_placement, logical_counts

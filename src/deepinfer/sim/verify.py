@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer.engine.speculation import CostCurve, choose_rows
+from deepinfer.engine.costs import CostCurve
+from deepinfer.engine.speculation import choose_rows
 
 __all__ = ["choose_alone", "choose_together", "likeliest"]
 
