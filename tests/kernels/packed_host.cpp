@@ -32,7 +32,7 @@ inline void wait_told(const u32* at, u32 value) {
 }
 inline void writes_before_copies() {}
 inline u32 tell_one(u32* at) { return atomicAdd(at, 1); }
-inline void into_second_level(const void*, u32 = 0) {}
+inline void into_second_level(const void*) {}
 
 #include "../../src/deepinfer/kernels/packed/core.cuh"
 #define __shared__ static  // of blocks that run one after the other
@@ -87,12 +87,12 @@ int run_chain(const Chain& c, int blocks) {
                       const void* offsets, const void* routed, void* gate_up, void* hidden,      \
                       void* hidden_scale, void* out, void* state, long long experts,             \
                       long long dim, long long inner, long long rows, long long least,           \
-                      long long most, double limit, long long quantize, long long guess,         \
-                      long long blocks, void*) {                                                 \
+                      long long most, double limit, long long quantize, long long blocks,        \
+                      void*) {                                                                   \
     return run_chain<Kernel<__VA_ARGS__>>(                                                       \
         chain<Kernel<__VA_ARGS__>>(x, token_scale, up, up_scale, down, down_scale, offsets,      \
                                    routed, gate_up, hidden, hidden_scale, out, state, experts,   \
-                                   dim, inner, rows, least, most, limit, quantize, guess),       \
+                                   dim, inner, rows, least, most, limit, quantize),              \
         int(blocks));                                                                            \
   }
 #include "../../src/deepinfer/kernels/packed/experts_schedules.cuh"

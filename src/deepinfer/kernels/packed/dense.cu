@@ -6,6 +6,7 @@ using std::max;
 using std::min;
 
 #include "dense.cuh"
+#include "slim.cuh"
 #include "thin.cuh"
 
 #define PRODUCT(name, launch, K)                                                                    \
@@ -31,6 +32,9 @@ using std::min;
   extern "C" int name##_held(long long cluster) {          \
     return dense_held<Of_##name>(cluster);                 \
   }
+#define SLIM(name, ...)                  \
+  using Of_##name = Slim<__VA_ARGS__>;   \
+  PRODUCT(name, launch_slim, Of_##name)
 #define THIN(name, ...)                  \
   using Of_##name = Thin<__VA_ARGS__>;   \
   PRODUCT(name, launch_thin, Of_##name)

@@ -9,11 +9,11 @@
                       const void* routed, void* gate_up, void* hidden, void* hidden_scale,          \
                       void* out, void* state, long long experts, long long dim, long long inner,    \
                       long long rows, long long least, long long most, double limit,                \
-                      long long quantize, long long guess, long long blocks, void* stream) {        \
+                      long long quantize, long long blocks, void* stream) {                         \
     return launch_experts<Kernel<__VA_ARGS__>>(                                                     \
         chain<Kernel<__VA_ARGS__>>(x, token_scale, up, up_scale, down, down_scale, offsets, routed, \
                                    gate_up, hidden, hidden_scale, out, state, experts, dim, inner,  \
-                                   rows, least, most, limit, quantize, guess),                      \
+                                   rows, least, most, limit, quantize),                             \
         blocks, stream);                                                                            \
   }
 

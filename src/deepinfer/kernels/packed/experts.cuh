@@ -18,7 +18,6 @@ struct Chain {
   u32* state;
   float limit;
   int quantize;  // ACT8 of bf16 rows
-  int guess;     // bytes of each block's first tile to ask for before anything is known
 };
 
 constexpr u32 READY = 1u << 30, END = ~0u;
@@ -194,12 +193,6 @@ struct Experts {
   }
 
   static __device__ void run(const Chain& c, const Maps& maps) {
-    if (c.guess && threadIdx.x == 0) {  // if each expert has one tile of tokens; weights never change
-      const Args& a = c.of[0];
-      const size_t tile = size_t(a.inputs / 64) * 4 * BLOCK;
-      if (int(blockIdx.x) < a.experts * (a.outputs / K::HEIGHT))
-        into_second_level(a.weight + blockIdx.x * tile, min(u32(c.guess), u32(tile)));
-    }
     const Room room = K::begin(c.of[0]);
     if (!runs_of(c, room)) return;  // another launch's work: it counts with the same numbers
     if (threadIdx.x < 128) {
@@ -221,7 +214,7 @@ Chain chain(const void* x, const void* token_scale, const void* up, const void* 
             const void* down, const void* down_scale, const void* offsets, const void* routed,
             void* gate_up, void* hidden, void* hidden_scale, void* out, void* state, long long experts,
             long long dim, long long inner, long long rows, long long least, long long most,
-            double limit, long long quantize, long long guess) {
+            double limit, long long quantize) {
   const int bytes = K::FP8 ? 1 : 2;
   Args a = {};
   a.x = static_cast<const unsigned char*>(x);
@@ -243,7 +236,7 @@ Chain chain(const void* x, const void* token_scale, const void* up, const void* 
   b.outputs = static_cast<int>(dim), b.inputs = static_cast<int>(inner);
   b.x_row_bytes = b.inputs * bytes;
   return {{a, b}, static_cast<const float*>(routed), static_cast<u32*>(state),
-          static_cast<float>(limit), static_cast<int>(quantize), static_cast<int>(guess)};
+          static_cast<float>(limit), static_cast<int>(quantize)};
 }
 
 #ifdef __CUDACC__

@@ -35,9 +35,6 @@ SCHEDULES: Final[Schedules] = {
 _CHOSEN: Final[tuple[Decoded, ...]] = (Decoded.FP4_E4M3, Decoded.FP4_BF16)
 """What runs in one launch."""
 
-_GUESS: Final = 0
-"""Bytes of a block's first weights."""
-
 _LEAST_TILE: Final = 32
 """Rows of the smallest tile of tokens."""
 
@@ -64,16 +61,12 @@ def experts(
     quantize: bool,
     *,
     name: str = "",
-    guess: int | None = None,
 ) -> Tensor:
     """As `expert_linear.packed.experts`, with the same bits.
 
-    name   the schedule, by default those that the number of rows allows
-    guess  bytes of each block's first weights to load before it is known which they are
+    name  the schedule, by default those that the number of rows allows
     """
     count, device = rows.shape[0], x.device
-    if guess is None:
-        guess = _GUESS if 4 * w2.experts <= count <= 48 * w2.experts else 0
     state = torch.empty(1 + w2.experts + -(-count // _LEAST_TILE), dtype=torch.int32, device=device)
     scale = hidden_scale = None
     if w1_w3.decoded is Decoded.FP4_E4M3:
@@ -92,6 +85,6 @@ def experts(
             nvcc.load(SOURCE), schedule, device, tokens, scale, w1_w3.data, w1_w3.row_scale,
             w2.data, w2.row_scale, offsets, weight, gate_up, hidden, hidden_scale, out, state,
             w2.experts, w1_w3.inputs, w2.inputs, count, least, most, float(limit), int(quantize),
-            guess, nvcc.processors(device),
+            nvcc.processors(device),
         )  # fmt: skip
     return out

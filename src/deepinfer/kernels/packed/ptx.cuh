@@ -192,9 +192,6 @@ __device__ inline void writes_before_copies() { asm volatile("fence.proxy.async;
 __device__ inline void into_second_level(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
-__device__ inline void into_second_level(const void* at, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
-}
 template <int N>
 __device__ inline void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
