@@ -55,6 +55,7 @@ inline float load_now(const float* at) { return *at; }
 inline void expect_map(const TokenMap&) {}
 
 #include "../../src/deepinfer/kernels/packed/dense.cuh"
+#include "../../src/deepinfer/kernels/packed/slim.cuh"
 #include "../../src/deepinfer/kernels/packed/thin.cuh"
 
 namespace {
@@ -86,6 +87,14 @@ int run_thin(const DenseArgs& a, const void* x, long long row_bytes, int program
   return 0;
 }
 
+template <class K>
+int run_slim(const DenseArgs& a, const void* x, long long row_bytes, int programs, int) {
+  const TokenMap map = map_of(a, x, row_bytes, K::TOKENS);
+  host::held_barriers.clear();
+  host::launch(min(K::tiles(a), programs), K::THREADS, K::SHARED, [&] { K::run(a, map); });
+  return 0;
+}
+
 }  // namespace
 
 #define PRODUCT(name, run, K)                                                                     \
@@ -101,6 +110,9 @@ int run_thin(const DenseArgs& a, const void* x, long long row_bytes, int program
 #define DENSE(name, ...)                \
   using Of_##name = Dense<__VA_ARGS__>; \
   PRODUCT(name, run_dense, Of_##name)
+#define SLIM(name, ...)                \
+  using Of_##name = Slim<__VA_ARGS__>; \
+  PRODUCT(name, run_slim, Of_##name)
 #define THIN(name, ...)                \
   using Of_##name = Thin<__VA_ARGS__>; \
   PRODUCT(name, run_thin, Of_##name)

@@ -109,10 +109,10 @@ def plan(
             schedules of few rows, which take no split
     rounds  outputs are rounded, too
     """
-    size = outputs, groups, inputs, rows
     few = not split and rows <= SCHEDULES["slim_8"].tokens
     if few and inputs >= _LEAST_SLIM and not rounds:
-        return min((("slim_8", 1), ("slim_4", 1)), key=lambda at: _time(*at, *size))
+        tiles = groups * outputs // SCHEDULES["slim_8"].outputs
+        return ("slim_4" if tiles > 2 * _HELD[1][0] else "slim_8"), 1
     names = next(names for most, names in _NAMES if rows <= most)
     splits = (split,) if split else _splits(inputs)
     found = [(name, s) for name in names for s in splits]
@@ -121,7 +121,7 @@ def plan(
     if split > 1 and rows > 256:
         whole = [(name, split) for name in ("whole_128", "whole_wide")]
         found = whole if rows > _MANY else found + whole
-    return min(found, key=lambda at: _time(*at, *size))
+    return min(found, key=lambda at: _time(at[0], at[1], outputs, groups, inputs, rows))
 
 
 def _ways(inputs: int) -> int:
