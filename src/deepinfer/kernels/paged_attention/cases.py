@@ -10,6 +10,7 @@ from deepinfer.kernels.cache_io import CacheFormat, PagedCache
 from deepinfer.kernels.cache_io.cases import empty_cache
 from deepinfer.kernels.cache_io.reference import cache_store
 from deepinfer.kernels.cases import Arguments, Case, normal
+from deepinfer.kernels.quantize import QuantFormat
 
 __all__ = ["CASES"]
 
@@ -35,9 +36,11 @@ def _case(
     absent: float = 0.2,
     spread: float = 1.0,
     turned: int = 0,
+    quantize: QuantFormat | None = None,
     timed: tuple[int, ...] = (),
 ) -> Case:
-    """Every seventh row has no entry at all; the next none of the window. `turned` dims rotate."""
+    """Every seventh row has no entry at all; the next none of the window. `turned` dims rotate and
+    results are rounded to a format behind."""
     exact = "fp32" in forms
     window_blocks, main_blocks = (1024, 15625) if timed else (3, 5)
 
@@ -61,7 +64,7 @@ def _case(
             main_idx = draw(main_blocks * 64, selected, 2)
         window_idx = draw(window_blocks * 134, window, 1)
         angle = torch.rand(num_rows, turned // 2, generator=generator) * 6
-        turns = (angle.cos(), angle.sin()) if turned else ()
+        turns = (angle.cos(), angle.sin(), quantize) if turned else ()
         return q * spread, rings, window_idx, main, main_idx, sink, dim**-0.5, not exact, *turns
 
     def moved(arguments: Arguments) -> int:
