@@ -32,6 +32,9 @@ _LEAST_ROWS_LARGE: Final = 193
 _LEAST_ROWS_TALL: Final = 257
 """... and from so many on for those whose tiles fill a card: they share no sums."""
 
+_LEAST_ROWS_ROUNDED: Final = 385
+"""Those that round what they store spare a launch up to here."""
+
 _LARGE: Final = 25_000_000
 _TALL: Final = 128 * 132
 
@@ -55,7 +58,8 @@ def grouped_linear(
 ) -> Tensor:
     """As the reference, summed in the library's order where there are many rows of bf16."""
     copy = _copy(weight) if x.dtype == torch.bfloat16 else None
-    if copy is None or x.shape[0] < _least_rows(copy):
+    least = _LEAST_ROWS_ROUNDED if quantize_output else 0
+    if copy is None or x.shape[0] < max(least, _least_rows(copy)):
         return sm90.grouped_linear(x, weight, quantize_input, quantize_output)
     x = round_trip(x, "act8") if quantize_input else x
     rows, groups, inputs = x.shape
