@@ -285,7 +285,8 @@ def test_interrupted(
         reasons = [json.loads(line)["finish_reason"] for line in shown.out.splitlines()]
         assert reasons == ["stop", "abort"]
     else:
-        assert shown.out == "[0] a!\n"
+        assert shown.out == "[0] a!\n[1] b!\n"
+        assert "prompt 1: interrupted, its text is cut" in shown.err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")

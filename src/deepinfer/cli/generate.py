@@ -25,7 +25,7 @@ from deepinfer.cli.common import (
 from deepinfer.cli.output import Meter, print_results, speed
 from deepinfer.cli.shapes import add_shape_flags, approximations, shape_of
 from deepinfer.config.load import DEMO_MODEL, GOLDEN_MODEL, resolve_model
-from deepinfer.engine.request import SamplingParams
+from deepinfer.engine.request import FinishReason, SamplingParams
 from deepinfer.errors import ConfigError, RequestError, json_problem
 
 __all__ = ["add_parser", "run"]
@@ -118,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
     for result in results:
         if result.error is not None:
             note(f"deepinfer: prompt {result.index}: {result.error}")
+        elif result.finish_reason is FinishReason.ABORT and result.token_ids:
+            note(f"deepinfer: prompt {result.index}: interrupted, its text is cut")
     if not args.quiet:
         note(speed(results, took))
     if interrupted:

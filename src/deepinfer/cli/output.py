@@ -32,18 +32,19 @@ def visible(text: str) -> str:
 
 
 def print_results(results: Sequence[Completion], as_json: bool, params: SamplingParams) -> None:
-    """Print one object, or one text, for each result; unfinished ones have no text to show."""
+    """Print one object, or one text, for each result; what was interrupted ends where it was."""
     for result in results:
         if as_json:
             print(json.dumps(_as_object(result, params)))
             continue
-        if result.error is not None or result.finish_reason is FinishReason.ABORT:
+        cut = result.finish_reason is FinishReason.ABORT
+        if result.error is not None or (cut and not result.token_ids):
             continue
         text = result.text
         if text is None:
             text = ",".join(map(str, result.token_ids))
-        elif sys.stdout.isatty():
-            text = text.translate(_VISIBLE)
+        else:
+            text = visible(text)
         name = f"{result.index}.{result.sample_index}" if params.n > 1 else f"{result.index}"
         print(f"[{name}] {text}" if len(results) > 1 else text)
         if result.logprobs is not None:
