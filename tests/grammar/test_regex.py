@@ -119,9 +119,9 @@ def test_what_is_no_regular_language_is_refused(pattern: str, told: str) -> None
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pattern", ["(a{1,1000}){1,1000}", "((a{100}){100}){100}"])
 def test_a_pattern_beyond_the_budget_fails_at_once(backend: str, pattern: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert "grammar.max_states" in error_of(backend, Structured(regex=pattern))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -129,11 +129,11 @@ def test_a_pattern_beyond_the_budget_fails_at_once(backend: str, pattern: str) -
 def test_a_catastrophic_pattern_costs_nothing(backend: str, pattern: str) -> None:
     """Backtracking would take 2^60 steps; the output is checked without it."""
     at = matcher(backend, Structured(regex=pattern))
-    start = time.perf_counter()
+    start = time.process_time()
     assert all(at.accept(ord("a")) for _ in range(60))
     assert not Automaton(parse_regex(pattern)).matches("a" * 60)
     assert not at.is_complete()
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_a_class_under_ecma_is_what_both_dialects_agree_on() -> None:
