@@ -487,7 +487,7 @@ def compile_all(archs: list[int]) -> list[str]:
         names = kernel.arg_names
         fixed = [name for name in names if name in constants]
         free = [name for name in names if name not in constants]
-        assert len(free) == len(arguments), (kernel, free)
+        assert len(free) == len(arguments) and free == names[: len(free)], (kernel, names)
         signature = dict.fromkeys(fixed, "constexpr")
         for name, value in zip(free, arguments, strict=True):
             if isinstance(value, Tensor):
@@ -549,7 +549,7 @@ def compile_all(archs: list[int]) -> list[str]:
     site(False)
     case = next(c for c in all_cases() if c.op == "paged_attention" and c.name == "turned")
     arguments = case.build(2, torch.Generator().manual_seed(0))
-    implementation("paged_attention", "triton")(*arguments, "act8")
+    implementation("paged_attention", "triton")(*arguments[:10], "act8")
     angle = torch.zeros(5, 12)
     implementation("rotate_tail", "triton")(
         torch.zeros(5, 3, 48).bfloat16(), angle, angle, True, True
