@@ -10,7 +10,6 @@ inline Block& first_of_cluster() { return blocks[(&block() - blocks.data()) / cl
 }  // namespace host
 
 inline void products_wait() {}
-inline void group_but_one_wait() {}
 inline void store4(u32 at, float v) { std::memcpy(host::at(at), &v, 4); }
 inline void load_remote(u32 at, int rank, float& first, float& second) {
   std::vector<unsigned char>& shared = (&host::first_of_cluster() + rank)->shared;
@@ -56,7 +55,6 @@ inline void expect_map(const TokenMap&) {}
 
 #include "../../src/deepinfer/kernels/packed/dense.cuh"
 #include "../../src/deepinfer/kernels/packed/slim.cuh"
-#include "../../src/deepinfer/kernels/packed/thin.cuh"
 
 namespace {
 
@@ -76,14 +74,6 @@ int run_dense(DenseArgs a, const void* x, long long row_bytes, int programs, int
   host::arrived.clear();
   const int blocks = cluster > 1 ? cluster * K::tiles(a) : min(K::tiles(a), programs);
   host::launch(blocks, K::THREADS, K::SHARED, [&] { K::run(a, map); }, cluster > 1);
-  return 0;
-}
-
-template <class K>
-int run_thin(const DenseArgs& a, const void* x, long long row_bytes, int programs, int ways) {
-  const TokenMap map = map_of(a, x, row_bytes, K::TOKENS);
-  host::held_barriers.clear();
-  host::launch(min(K::tiles(a, ways), programs), K::THREADS, K::SHARED, [&] { K::run(a, map, ways); });
   return 0;
 }
 
@@ -113,7 +103,4 @@ int run_slim(const DenseArgs& a, const void* x, long long row_bytes, int program
 #define SLIM(name, ...)                \
   using Of_##name = Slim<__VA_ARGS__>; \
   PRODUCT(name, run_slim, Of_##name)
-#define THIN(name, ...)                \
-  using Of_##name = Thin<__VA_ARGS__>; \
-  PRODUCT(name, run_thin, Of_##name)
 #include "../../src/deepinfer/kernels/packed/dense_schedules.cuh"

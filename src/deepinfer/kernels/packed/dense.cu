@@ -7,7 +7,6 @@ using std::min;
 
 #include "dense.cuh"
 #include "slim.cuh"
-#include "thin.cuh"
 
 #define PRODUCT(name, launch, K)                                                                    \
   extern "C" int name(const void* x, const void* weight, const void* row_scale, void* out,          \
@@ -35,8 +34,5 @@ using std::min;
 #define SLIM(name, ...)                  \
   using Of_##name = Slim<__VA_ARGS__>;   \
   PRODUCT(name, launch_slim, Of_##name)
-#define THIN(name, ...)                  \
-  using Of_##name = Thin<__VA_ARGS__>;   \
-  PRODUCT(name, launch_thin, Of_##name)
 
 #include "dense_schedules.cuh"

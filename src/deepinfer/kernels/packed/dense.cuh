@@ -43,10 +43,9 @@ __device__ inline float largest_of(float v, int over) {
 // GROUPS consumer warpgroups of TILES 64-row tiles, at most TOKENS tokens a tile, STAGES stages of
 // BLOCKS 64-wide K blocks; PER_SM blocks fit a multiprocessor. Weights are decoded STEPS times 16
 // inputs ahead of their products. WHOLE: a block takes all of a tile's K, but adds it up in parts, in
-// the order in which a cluster of so many blocks does. AHEAD: products are asked for before those
-// before them are done.
+// the order in which a cluster of so many blocks does.
 template <int GROUPS, int TILES, int TOKENS, int BLOCKS, int STAGES, int PER_SM, int STEPS,
-          bool WHOLE = false, bool AHEAD = false>
+          bool WHOLE = false>
 struct Dense {
   static constexpr bool TAKES_WHOLE = WHOLE;
   static_assert(!WHOLE || TILES == 1, "one total");
@@ -287,34 +286,6 @@ struct Dense {
       unit<N, UNIT + 1>(sums, then, now, stage, more, ring, tokens, weights, full, empty);
   }
 
-  // AHEAD: as `unit`, but the products before these are waited for when these are under way; their
-  // stage, `held`, is free then.
-  template <int N, int UNIT>
-  static __device__ void unit_ahead(Sums<N>& sums, u32 (&now)[4 * STEPS], u32 (&then)[4 * STEPS],
-                                    Stage& stage, u32& held, bool more, Ring& ring, u32 tokens,
-                                    u32 weights, u32 full, u32 empty) {
-    constexpr int atom = UNIT / (PIECES * TILES), tile = UNIT / PIECES % TILES;
-    const u64 b = describe(stage.tokens + atom * (TOKENS * 128)) + UNIT % PIECES * (2 * STEPS);
-    keep_in_place(now);
-    group_fence();
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) Mma<false, N>::run(sums.of[tile], now + 4 * k, b + 2 * k, 1);
-    group_commit();
-    group_but_one_wait();
-    keep_in_place(then);
-    if constexpr (UNIT == 0) {
-      if (held && (threadIdx.x & 31) == 0) barrier_arrive(held);
-      held = stage.empty;
-    }
-    if constexpr (UNIT + 1 < UNITS) {
-      if (held) decode_unit<UNIT + 1>(stage.weights, then);
-      unit_ahead<N, UNIT + 1>(sums, then, now, stage, held, more, ring, tokens, weights, full, empty);
-    } else if (more) {
-      stage = enter(ring, tokens, weights, full, empty);
-      decode_unit<0>(stage.weights, then);
-    }
-  }
-
   template <int N>
   using Total = Sums<WHOLE ? N : 2>;
 
@@ -323,7 +294,6 @@ struct Dense {
   static __device__ void end_of_step(const DenseArgs& a, Sums<N>& sums, Sums<N>& total, int& part,
                                      int& until) {
     if (--until) return;
-    if constexpr (AHEAD) products_wait();
     keep_in_place(sums.of[0]);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
@@ -332,31 +302,6 @@ struct Dense {
     }
     ++part;
     until = (start_of(a, part + 1) - start_of(a, part)) / BLOCKS;
-  }
-
-  template <int N>
-  static __device__ void multiply_ahead(const DenseArgs& a, Sums<N>& sums, Total<N>& total,
-                                        u32 (&even)[4 * STEPS], u32 (&odd)[4 * STEPS], Stage& stage,
-                                        int steps, Ring& ring, u32 tokens, u32 weights, u32 full,
-                                        u32 empty) {
-    u32 held = 0;
-    int part = 0, until = WHOLE ? start_of(a, 1) / BLOCKS : 0;
-#pragma unroll 1
-    for (int left = steps - 1; left >= 0; --left) {
-      unit_ahead<N, 0>(sums, even, odd, stage, held, left > 0, ring, tokens, weights, full, empty);
-      if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
-      if constexpr (UNITS % 2) {
-        if (--left < 0) break;
-        unit_ahead<N, 0>(sums, odd, even, stage, held, left > 0, ring, tokens, weights, full, empty);
-        if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
-      }
-    }
-    products_wait();
-    if constexpr (!WHOLE) {
-#pragma unroll
-      for (int m = 0; m < TILES; ++m) keep_in_place(sums.of[m]);
-    }
-    if ((threadIdx.x & 31) == 0) barrier_arrive(held);
   }
 
   template <int N>
@@ -374,18 +319,14 @@ struct Dense {
     int part = 0, until = WHOLE ? start_of(a, 1) / BLOCKS : 0;
     Stage stage = enter(ring, tokens, weights, full, empty);
     decode_unit<0>(stage.weights, even);
-    if constexpr (AHEAD) {
-      multiply_ahead<N>(a, sums, total, even, odd, stage, steps, ring, tokens, weights, full, empty);
-    } else {
 #pragma unroll 1
-      for (int left = steps - 1; left >= 0; --left) {
-        unit<N, 0>(sums, even, odd, stage, left > 0, ring, tokens, weights, full, empty);
+    for (int left = steps - 1; left >= 0; --left) {
+      unit<N, 0>(sums, even, odd, stage, left > 0, ring, tokens, weights, full, empty);
+      if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
+      if constexpr (UNITS % 2) {
+        if (--left < 0) break;
+        unit<N, 0>(sums, odd, even, stage, left > 0, ring, tokens, weights, full, empty);
         if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
-        if constexpr (UNITS % 2) {
-          if (--left < 0) break;
-          unit<N, 0>(sums, odd, even, stage, left > 0, ring, tokens, weights, full, empty);
-          if constexpr (WHOLE) end_of_step<N>(a, sums, total, part, until);
-        }
       }
     }
     if constexpr (WHOLE) {

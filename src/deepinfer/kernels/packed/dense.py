@@ -60,7 +60,6 @@ SCHEDULES: Final = {
     "whole_wide": Schedule(192, 128, 1, (0.0, 1.8, 0.0, 0.003, 0.0, 0.0, 0.191), alone=True),
     "slim_8": Schedule(8, 64, 1, (1.95, 0.54, 0.0, 0.0066, 0.0, 0.0, 0.0607), alone=True),
     "slim_4": Schedule(8, 64, 2, (0.48, 1.3, 0.0, 0.0101, 0.0, 0.0, 0.068), alone=True),
-    "thin": Schedule(8, 32, 2, (1.19, 0.0, 0.0, 0.0075, 0.0, 0.0, 0.0595), alone=True),
 }
 
 _HELD: Final = {
@@ -85,12 +84,8 @@ _NAMES: Final = (
 _WIDTHS: Final = {"wide_128": (160, 176), "wide_192": (160, 176)}
 """Tokens that a tile may be cut to: its products take less time then."""
 
-_LONGEST: Final = 64 * 31 * 8
-"""Most inputs of "thin": a lane of a warp holds the scales of 64."""
-
 _LEAST_SLIM: Final = 1024
-"""From so many inputs on "slim" takes at most eight rows: every warp has some. Alone `few_64` is
-faster for one of the six matrices, between other kernels its clusters start late."""
+"""Fewest inputs of "slim": all of its warps have some."""
 
 _MANY: Final = 1024
 """From more rows on a block adds up the parts of a fixed split itself, whatever the estimate."""
@@ -100,33 +95,21 @@ _TYPICAL: Final = ((8, 1.0), (32, 1.0), (192, 1.0), (4096, 0.025))
 
 
 @cache
-def plan(
-    outputs: int, groups: int, inputs: int, rows: int, split: int = 0, rounds: bool = False
-) -> tuple[str, int]:
+def plan(outputs: int, groups: int, inputs: int, rows: int, split: int = 0) -> tuple[str, int]:
     """Return schedule and parts of K for a number of rows, the fastest where no split is given.
 
-    split   parts of K that are added up in their order: a row's bits depend on it, but for
-            schedules of few rows, which take no split
-    rounds  outputs are rounded, too
+    split  parts of K that are added up in their order: a row's bits depend on it, "slim" apart,
+           which takes no split
     """
-    few = not split and rows <= SCHEDULES["slim_8"].tokens
-    if few and inputs >= _LEAST_SLIM and not rounds:
-        tiles = groups * outputs // SCHEDULES["slim_8"].outputs
-        return ("slim_4" if tiles > 2 * _HELD[1][0] else "slim_8"), 1
     names = next(names for most, names in _NAMES if rows <= most)
     splits = (split,) if split else _splits(inputs)
     found = [(name, s) for name in names for s in splits]
-    if few and inputs <= _LONGEST:
-        found.append(("thin", _ways(inputs)))
+    if not split and rows <= SCHEDULES["slim_8"].tokens and inputs >= _LEAST_SLIM:
+        found += (("slim_8", 1), ("slim_4", 1))
     if split > 1 and rows > 256:
         whole = [(name, split) for name in ("whole_128", "whole_wide")]
         found = whole if rows > _MANY else found + whole
     return min(found, key=lambda at: _time(at[0], at[1], outputs, groups, inputs, rows))
-
-
-def _ways(inputs: int) -> int:
-    """Return how many warps of "thin" share the K of 32 outputs."""
-    return 4 if inputs < 2048 else 8
 
 
 @cache
@@ -222,7 +205,7 @@ def multiply(
     """
     rows = x.shape[0]
     size = (weight.outputs // groups, groups, weight.inputs)
-    name, parts = plan(*size, rows, split, rounds)
+    name, parts = plan(*size, rows, split)
     if out is None:
         out = torch.empty(rows, weight.outputs, dtype=torch.bfloat16, device=x.device)
     schedule = SCHEDULES[name]

@@ -10,7 +10,6 @@ DENSE(wide_128, 2, 1, 192, 1, 6, 1, 4)
 DENSE(wide_192, 3, 1, 192, 1, 5, 1, 2)
 DENSE(whole_128, 2, 1, 128, 1, 8, 1, 4, true)
 DENSE(whole_wide, 2, 1, 192, 1, 6, 1, 2, true)
-// For at most eight tokens: warps, stages of each, blocks a processor; stages of a warp.
+// For at most eight tokens: warps, stages of each, blocks a processor.
 SLIM(slim_8, 8, 4, 1)
 SLIM(slim_4, 4, 4, 2)
-THIN(thin, 4)
