@@ -129,6 +129,12 @@ def test_bad_settings(settings: dict[str, Any], problem: str) -> None:
     assert problem in str(caught.value)
 
 
+@pytest.mark.parametrize("texts", [("\ud800", "d"), ("f", "\udfff")])
+def test_tools_of_halves_of_characters(texts: tuple[str, str]) -> None:
+    with pytest.raises(RequestError, match="cannot be written as JSON"):
+        Tool(*texts)
+
+
 def test_all_problems_come_together() -> None:
     with pytest.raises(RequestError) as caught:
         Conversation.of([{"role": "x", "content": ""}, {"role": "y"}], tools=[{}], tool_choice="z")

@@ -260,6 +260,7 @@ def test_shapes(form: dict[str, Any], expected: Structured | None) -> None:
         ({"messages": [USER], "logit_bias": {"a": 1}}, "logit_bias must map"),
         ({"messages": [USER], "logit_bias": [1]}, "logit_bias must map"),
         ({"messages": [USER], "model": 3}, "model must be a text"),
+        ({"messages": [USER], "model": "\ud800"}, "model must be a text"),
         ({"messages": [USER], "top_k": 0}, "top_k must be"),
         ("{", "the body is no JSON"),
         ("[]", "must be a JSON object"),

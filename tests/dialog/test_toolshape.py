@@ -132,6 +132,8 @@ def test_only_strict_tools_need_a_shape() -> None:
         ({"properties": {"a": {"type": "strin"}}}, "'a': "),
         ({"properties": {"a": {"$ref": "#/nowhere"}}}, "'a': "),
         ({"properties": {}, "required": ["b"]}, "'b' is required, but not described"),
+        ({"properties": ["a"]}, "`properties` must be an object"),
+        ({"properties": {}, "required": 3}, "`required` a list"),
     ],
 )
 def test_bad_schemas_are_named(schema: dict[str, Any], problem: str) -> None:

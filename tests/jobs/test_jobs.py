@@ -143,6 +143,7 @@ BAD_LINES = [
     ('{"custom_id": [1], "prompt": [5]}', "custom_id must be a text"),
     ('{"prompt": ""}', "the prompt is empty"),
     ('{"prompt": 3}', "a prompt must be text or token ids"),
+    ('{"prompt": [null]}', "token ids must be integers, not None"),
     ('{"prompt": [99999]}', "token id 99999 is outside the vocabulary"),
     ('{"prompt": "\\ud800"}', "lone surrogates"),
     ('{"prompt": [5], "colour": 1}', "unknown keys: colour; accepted are ignore_eos, "),

@@ -122,6 +122,9 @@ class Tool:
         """Refuse a tool without a name or with a schema that is no JSON; raises RequestError."""
         if not isinstance(self.name, str) or not self.name:
             raise RequestError(f"a tool needs a name, found {self.name!r}")
+        _check_json(
+            [self.name, self.description], f"name and description of the tool {self.name!r}"
+        )
         _check_json(self.parameters, f"the parameters of the tool {self.name!r}")
 
 

@@ -358,8 +358,8 @@ def parse(api: Api, body: bytes | str | Mapping[str, Any], default_model: str) -
     if not isinstance(found, dict):
         raise ProtocolError(f"the body must be a JSON object, not {json_kind(found)}")
     model = found.get("model") or default_model
-    if not isinstance(model, str):
-        raise ProtocolError("model must be a text")
+    if not isinstance(model, str) or not model.isprintable():  # halves of pairs are not
+        raise ProtocolError("model must be a text of characters that can be printed")
     _refuse_unserved(found)
     prepared = {k: v for k, v in found.items() if k not in ("n", "max_completion_tokens")}
     if found.get("max_tokens") is None and found.get("max_completion_tokens") is not None:

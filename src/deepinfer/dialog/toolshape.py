@@ -82,8 +82,11 @@ def _parameters(
     problems: list[str],
 ) -> Node:
     """Return the parameters of a call in the order of the schema, those not required optional."""
-    properties = schema.get("properties") or {}
-    required = set(schema.get("required") or ())
+    properties, needed = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(needed, list | tuple):
+        problems.append(f"tool {tool!r}: `properties` must be an object, `required` a list")
+        return EMPTY
+    required = {str(name) for name in needed}
     missing = sorted(required - properties.keys())
     problems += [f"tool {tool!r}: {name!r} is required, but not described" for name in missing]
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

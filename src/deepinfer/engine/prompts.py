@@ -107,9 +107,9 @@ def check_prompt(
         ids = prompt.tolist()
     elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | dict):
         ids = list(prompt)
-        wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, Integral)), None)
-        if wrong is not None:
-            return BadPrompt(f"token ids must be integers, not {wrong!r}")
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, Integral)]
+        if wrong:
+            return BadPrompt(f"token ids must be integers, not {wrong[0]!r}")
         ids = [int(i) for i in ids]
     else:
         return BadPrompt(f"a prompt must be text or token ids, not {type(prompt).__name__}")
