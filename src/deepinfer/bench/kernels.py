@@ -261,7 +261,10 @@ def _warm(
             told[member.key] = answer
             if worker.is_lost or answer.get("lost"):
                 worker = worker.again()
-        left.append(worker)
+        if left:
+            worker.close()  # here, beside the others: a process with a card takes its time to end
+        else:
+            left.append(worker)
 
     threads = [threading.Thread(target=serve) for _ in range(max(1, min(workers, len(members))))]
     for thread in threads:
