@@ -88,6 +88,7 @@ def draw_speculation(outcomes: Sequence[Outcome], file: Path) -> None:
 def draw_kernels(records: Sequence[KernelRecord], file: Path) -> None:
     """Draw microseconds by rows, a panel for each task that has any; both axes logarithmic.
 
+    Members timed alone are drawn where nothing else is there.
     Raises UnsupportedError without matplotlib.
     """
     require_matplotlib()
@@ -96,6 +97,7 @@ def draw_kernels(records: Sequence[KernelRecord], file: Path) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     done = [record for record in records if not record.failed]
+    done = [record for record in done if not record.rest_s] or done
     tasks = sorted({record.task for record in done}) or ["nothing measured"]
     columns = min(4, len(tasks))
     lines = -(-len(tasks) // columns)
