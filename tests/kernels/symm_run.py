@@ -141,7 +141,7 @@ def chosen_slots(generator: torch.Generator, with_live: bool) -> bool:
     found = kernels.choose_slots(
         chosen, weight, live, maps.log2phy, maps.copies, counts, maps.place, SPREAD
     )
-    wanted = layer._choose(chosen, weight, live)
+    wanted = layer.choose(chosen, weight, live)
     real = wanted[2] >= 0  # of rows that are not live only the absence counts
     return (
         torch.equal(found[0], wanted[0])

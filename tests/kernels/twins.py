@@ -376,7 +376,9 @@ def paged_attention(
     round_weights: bool,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    quantize: None = None,
 ) -> Tensor:
+    assert quantize is None  # no case of it rounds behind: `round_trip` has its own twin
     if cos is not None and sin is not None:
         turned = rotate_tail(q, cos, sin, False).to(q.dtype)  # as it is handed on
         out = paged_attention(
