@@ -16,6 +16,24 @@ _HEADS = 16
 
 
 @triton.jit
+def attend_block(
+    queries, keys, present, peak, total, acc, scale,
+    ROUND: tl.constexpr, BF16: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Add BS keys to running maximum, sum and weighted sum; those not `present` count nothing."""
+    scores = dot(queries, tl.trans(keys), tl.zeros((BH, BS), tl.float32), BF16) * scale
+    scores = tl.where(present[None, :], scores, float("-inf"))
+    new = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp(scores - new[:, None])
+    fade = tl.exp(peak - new)
+    total = total * fade + tl.sum(weights, 1)
+    if ROUND:
+        weights = narrow(weights, tl.bfloat16).to(tl.float32)
+    acc = dot(weights, keys, acc * fade[:, None], BF16 and ROUND)
+    return new, total, acc
+
+
+@triton.jit
 def _walk(
     queries, peak, total, acc, entries, idx, row, slots, batch, entry_row, D, scale,
     OWN: tl.constexpr, ROUND: tl.constexpr, BF16: tl.constexpr,
@@ -33,16 +51,9 @@ def _walk(
             at = entries + place * entry_row
         held = present[:, None] & (dim < D)[None, :]
         keys = tl.load(at[:, None] + dim[None, :], held, 0.0)
-        scores = dot(queries, tl.trans(keys), tl.zeros((BH, BS), tl.float32), BF16) * scale
-        scores = tl.where(present[None, :], scores, float("-inf"))
-        new = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp(scores - new[:, None])
-        fade = tl.exp(peak - new)
-        total = total * fade + tl.sum(weights, 1)
-        if ROUND:
-            weights = narrow(weights, tl.bfloat16).to(tl.float32)
-        acc = dot(weights, keys, acc * fade[:, None], BF16 and ROUND)
-        peak = new
+        peak, total, acc = attend_block(
+            queries, keys, present, peak, total, acc, scale, ROUND, BF16, BH, BS
+        )
     return peak, total, acc
 
 

@@ -11,6 +11,8 @@ from deepinfer.kernels.cache_io.reference import cache_load
 from deepinfer.kernels.rope.reference import rotate_tail
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from deepinfer.kernels.cache_io import PagedCache
     from deepinfer.kernels.quantize import QuantFormat
 
@@ -28,7 +30,31 @@ def paged_attention(
     sin: Tensor | None = None,
     quantize: QuantFormat | None = None,
 ) -> Tensor:
-    """Bring every row's entries together, [T, slots, D]."""
+    """Load, attend and turn by the references."""
+    steps = cache_load, sparse_attention, rotate_tail
+    rest = sink, scale, round_weights, cos, sin, quantize
+    return through_steps(steps, q, window, window_idx, main, main_idx, *rest)
+
+
+def through_steps(
+    steps: tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]],
+    q: Tensor,
+    window: PagedCache,
+    window_idx: Tensor,
+    main: PagedCache | None,
+    main_idx: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    round_weights: bool,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    quantize: QuantFormat | None,
+) -> Tensor:
+    """Bring every row's entries together, [T, slots, D], and attend to these.
+
+    steps  `cache_load`, `sparse_attention` and `rotate_tail` of one implementation
+    """
+    cache_load, sparse_attention, rotate_tail = steps
     window_kv = cache_load(window, window_idx.flatten()).view(*window_idx.shape, window.dim)
     main_kv = None
     if main is not None and main_idx is not None:

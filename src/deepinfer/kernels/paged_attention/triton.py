@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.attention.triton import sparse_attention
+from deepinfer.kernels.attention.triton import attend_block, sparse_attention
 from deepinfer.kernels.cache_io.triton import cache_load, group_size
+from deepinfer.kernels.paged_attention.reference import through_steps
 from deepinfer.kernels.quantize.triton import rounded
 from deepinfer.kernels.rope.triton import rotate_tail
 from deepinfer.kernels.tiles import (
     ceil_div,
-    dot,
     e2m1_value,
     e4m3_value,
     in_turn,
@@ -78,16 +78,9 @@ def _walk(
             codes, scales, place, entries, code_block, code_entry, scale_block, scale_entry, D,
             FORMAT, SIZE, BS, BD,
         )  # fmt: skip
-        scores = dot(queries, tl.trans(keys), tl.zeros((BH, BS), tl.float32), BF16) * scale
-        scores = tl.where((place >= 0)[None, :], scores, float("-inf"))
-        new = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp(scores - new[:, None])
-        fade = tl.exp(peak - new)
-        total = total * fade + tl.sum(weights, 1)
-        if ROUND:
-            weights = narrow(weights, tl.bfloat16).to(tl.float32)
-        acc = dot(weights, keys, acc * fade[:, None], BF16 and ROUND)
-        peak = new
+        peak, total, acc = attend_block(
+            queries, keys, place >= 0, peak, total, acc, scale, ROUND, BF16, BH, BS
+        )
     return peak, total, acc
 
 
@@ -170,8 +163,9 @@ def paged_attention(
     q = q.contiguous()
     num_rows, heads, dim = q.shape
     if dim > _LONG:
-        lists = window, window_idx, main, main_idx
-        return _loaded(q, *lists, sink, scale, round_weights, cos, sin, quantize)
+        steps = cache_load, sparse_attention, rotate_tail
+        rest = sink, scale, round_weights, cos, sin, quantize
+        return through_steps(steps, q, window, window_idx, main, main_idx, *rest)
     out = torch.empty_like(q)
     both = main is not None and main_idx is not None
     second = main if main is not None and both else window
@@ -194,31 +188,6 @@ def paged_attention(
         BS=_SLOTS,
     )  # fmt: skip
     return out
-
-
-def _loaded(
-    q: Tensor,
-    window: PagedCache,
-    window_idx: Tensor,
-    main: PagedCache | None,
-    main_idx: Tensor | None,
-    sink: Tensor,
-    scale: float,
-    round_weights: bool,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    quantize: QuantFormat | None,
-) -> Tensor:
-    """Bring every row's entries together, [T, slots, D], and attend to these."""
-    window_kv = cache_load(window, window_idx.flatten()).view(*window_idx.shape, window.dim)
-    main_kv = None
-    if main is not None and main_idx is not None:
-        main_kv = cache_load(main, main_idx.flatten()).view(*main_idx.shape, main.dim)
-    turned = q if cos is None or sin is None else rotate_tail(q, cos, sin, reuse=True)
-    out = sparse_attention(
-        turned, window_kv, window_idx, main_kv, main_idx, sink, scale, round_weights
-    )
-    return out if cos is None or sin is None else rotate_tail(out, cos, sin, True, True, quantize)
 
 
 def _size(quantize: QuantFormat | None) -> int:
